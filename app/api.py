@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
     from trainwright.diagnostics.diagnosis_report import Diagnosis
-    from trainwright.distillation.distillation_spec import Distillation, SupportsDistill
+    from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.distilled_run import DistilledRun
+    from trainwright.distillation.hyperparameter_search import Search
+    from trainwright.distillation.multi_stage import MultiStage
     from trainwright.inference.batch_inference import Prediction
     from trainwright.planning.decision import Decision
     from trainwright.planning.what_if import Goal, Price, WhatIf
@@ -37,7 +39,7 @@ def plan(job: Distillation) -> Decision: ...
 
 
 @overload
-def plan(job: SupportsDistill, *, cluster: Cluster | str | None = None) -> Decision | WhatIf: ...
+def plan(job: MultiStage, *, cluster: Cluster | str | None = None) -> Decision | WhatIf: ...
 
 
 @overload
@@ -54,7 +56,7 @@ def plan(
 
 
 def plan(
-    job: Job | Distillation | SupportsDistill | str,
+    job: Job | Distillation | MultiStage | str,
     *,
     cluster: Cluster | str | None = None,
     aim: Goal = "fastest",
@@ -209,7 +211,7 @@ def distill(
 
 @overload
 def distill(
-    distillation: SupportsDistill, *, resume: bool = False, fresh: bool = False, verbose: bool = False
+    distillation: MultiStage | Search, *, resume: bool = False, fresh: bool = False, verbose: bool = False
 ) -> Any: ...
 
 

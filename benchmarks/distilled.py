@@ -16,7 +16,7 @@ from machine import ray_cluster
 from pairs import Ratio
 
 import trainwright as tw
-from trainwright.distillation.search_result import SearchResult
+from trainwright.distillation.hyperparameter_search import SearchResult
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE_ROWS = 6400  # of which the example labels 6,000

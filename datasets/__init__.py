@@ -19,44 +19,22 @@ if TYPE_CHECKING:
     from trainwright.datasets.ops.weighted_mix import mix
 
 __all__ = [
-    "Dataset",
-    "arrow",
-    "csv",
-    "decode_image",
-    "from_huggingface",
-    "from_ray",
-    "from_tf",
-    "from_torch",
-    "images",
-    "json_lines",
-    "mix",
-    "parquet",
-    "split",
-    "table",
-    "text",
-    "tfrecord",
-    "webdataset",
-]
+    "Dataset", "arrow", "csv", "decode_image", "from_huggingface", "from_ray", "from_tf", "from_torch", "images",
+    "json_lines", "mix", "parquet", "split", "table", "text", "tfrecord", "webdataset",
+]  # fmt: skip
 
-_HOMES = {
-    "arrow": "formats.binary_formats",
-    "csv": "formats.text_formats",
-    "Dataset": "dataset",
-    "decode_image": "formats.image_folder",
-    "from_huggingface": "formats.python_objects",
-    "from_ray": "formats.ray_dataset",
-    "from_tf": "formats.tf_data",
-    "from_torch": "formats.python_objects",
-    "images": "formats.image_folder",
-    "json_lines": "formats.text_formats",
-    "mix": "ops.weighted_mix",
-    "parquet": "dataset",
-    "split": "ops.hash_split",
-    "table": "dataset",
-    "text": "formats.text_formats",
-    "tfrecord": "formats.binary_formats",
-    "webdataset": "formats.binary_formats",
+_EXPORTS = {
+    "dataset": ("Dataset", "parquet", "table"),
+    "formats.binary_formats": ("arrow", "tfrecord", "webdataset"),
+    "formats.image_folder": ("decode_image", "images"),
+    "formats.python_objects": ("from_huggingface", "from_torch"),
+    "formats.ray_dataset": ("from_ray",),
+    "formats.text_formats": ("csv", "json_lines", "text"),
+    "formats.tf_data": ("from_tf",),
+    "ops.hash_split": ("split",),
+    "ops.weighted_mix": ("mix",),
 }
+_HOMES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 
 
 def _give_way() -> None:
@@ -76,7 +54,7 @@ def _give_way() -> None:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

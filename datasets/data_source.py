@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,57 +16,40 @@ import pyarrow as pa
 
 from trainwright.core.errors import DataError, nearest
 
+_Result = TypeVar("_Result")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """One row group.
+    """One row group."""
 
-    Attributes:
-        file: path of its file, as the file system names it; empty in memory.
-        number: of the row group within the file.
-        rows: in it.
-        first: row number of its first row in the data set.
-        start: first byte of its rows in the file, where a first pass found it; in a compressed file, once unpacked.
-        stop: the byte after its last.
-    """
-
-    file: str
-    number: int
-    rows: int
-    first: int
+    file: str  # path of its file, as the file system names it; empty in memory
+    number: int  # of the row group within the file
+    rows: int  # in it
+    first: int  # row number of its first row in the data set
+    # first byte of its rows in the file, where a first pass found it; in a compressed file, once unpacked
     start: int = 0
-    stop: int = 0
+    stop: int = 0  # the byte after its last
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a data set holds. Picklable; the order of samples is a function of it and of the seed.
+    """What a data set holds. Picklable; the order of samples is a function of it and of the seed."""
 
-    Attributes:
-        rows: of all groups.
-        groups: in row order.
-        schema: columns of the source, before any transform.
-        row_bytes: mean decoded size of a row.
-        hash: SHA-256 (hexadecimal) over all of it; another hash means that the data was changed.
-        base: of derived rows, the index of those that they come from.
-        traits: by column, what a first pass found out and the source's own loader needs; the schema follows from it.
-        sizes: by file, its bytes at the time; empty where they are not compared.
-        weight: column that the source gives as the samples' weights; empty for none.
-        in_order: whether rows come one after the other only, in an order of their own.
-        batch_size: rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none.
-    """
-
-    rows: int
-    groups: tuple[RowGroup, ...]
-    schema: Mapping[str, Field]
-    row_bytes: int
-    hash: str
-    base: Index | None = None
+    rows: int  # of all groups
+    groups: tuple[RowGroup, ...]  # in row order
+    schema: Mapping[str, Field]  # columns of the source, before any transform
+    row_bytes: int  # mean decoded size of a row
+    hash: str  # SHA-256 (hexadecimal) over all of it; another hash means that the data was changed
+    base: Index | None = None  # of derived rows, the index of those that they come from
+    # by column, what a first pass found out and the source's own loader needs; the schema follows from it
     traits: Mapping[str, Any] = field(default_factory=dict)
+    # by file, its bytes at the time; empty where they are not compared
     sizes: Mapping[str, int] = field(default_factory=dict)
-    in_order: bool = False
+    in_order: bool = False  # whether rows come one after the other only, in an order of their own
+    # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
     batch_size: int = 0
-    weight: str = ""
+    weight: str = ""  # column that the source gives as the samples' weights; empty for none
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -73,11 +57,28 @@ class Index:
         return tuple(group.first for group in self.groups)
 
 
-class Loader(Protocol):
-    """An opened source."""
+class Loader(ABC):
+    """An opened source. For one thread at a time."""
 
+    @abstractmethod
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+
+    def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
+        """Read some rows of a row group into arrays. Returns the columns that are left to `load`: here all."""
+        return list(into)
+
+    def twin(self) -> Loader | None:
+        """A loader of the same for another thread; None where one thread reads alone."""
+        return None
+
+    def begin(self, seed: int, epoch: int) -> None:  # noqa: B027  # most sources are the same in each epoch
+        """What is loaded from now on belongs to an epoch of a run with this seed."""
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows were random, so that they are others in another epoch."""
+        return False
 
 
 class RowAccess(Protocol):
@@ -91,20 +92,53 @@ class RowAccess(Protocol):
         """
 
 
-class Source(Protocol):
+class Source(ABC):
     """Where rows come from. Lazy and picklable."""
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through, in order."""
+        return ()
+
+    @abstractmethod
     def index(self) -> Index:
         """Look at the source; where its files have no index of their own, in a first pass over all of them.
 
         Raises DataError for anything wrong.
         """
 
+    @abstractmethod
     def open(self, index: Index) -> Loader:
         """A loader for one process."""
 
+    @abstractmethod
     def describe(self) -> str:
         """As the user wrote it, in short."""
+
+
+def even_groups(file: str, rows: int, size: int) -> tuple[RowGroup, ...]:
+    """Return row groups of `size` rows, the last one shorter."""
+    return tuple(
+        RowGroup(file=file, number=number, rows=min(size, rows - first), first=first)
+        for number, first in enumerate(range(0, rows, size))
+    )
+
+
+@dataclass(kw_only=True)
+class PassResult:
+    """What a pass over the data found. It does not travel with the job."""
+
+    found: dict[str, Any] = field(default_factory=dict)  # by the hash of the data
+
+    def get(self, index: Index, make: Callable[[], _Result]) -> _Result:
+        """Return what was found, or find it now."""
+        if index.hash not in self.found:
+            self.found = {index.hash: make()}
+        result: _Result = self.found[index.hash]
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"found": {}}
 
 
 def hash_parts(parts: Iterable[object]) -> str:
@@ -176,6 +210,11 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(rows, *shape)
 
 
+def object_array(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Values as an array of objects (rows,), whatever they are."""
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
 def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
     """One value a row as one array (rows, *shape). Raises DataError, naming `what`, where shapes or types differ."""
     try:
@@ -184,9 +223,7 @@ def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
         raise DataError(f"{what} makes no array: {error}", remedy="give every row one shape, or pad it") from error
     first = arrays[0]
     if first.dtype.kind in "OUS":
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
-        return column
+        return object_array(values)
     for array in arrays:
         if array.shape != first.shape or array.dtype != first.dtype:
             raise DataError(
@@ -195,6 +232,20 @@ def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
                 remedy="give every row the same type and shape: convert, crop, resize or pad",
             )
     return np.stack(arrays)
+
+
+def require_same_fields(
+    here: Mapping[str, Field],
+    others: Mapping[str, Field],
+    what: str,
+    where: str,
+    remedy: str = "give every row the same columns, types and shapes",
+) -> None:
+    """Raise DataError, naming `where`, for a column that is another one than in the others, which are called `what`."""
+    for name in sorted({*here, *others}):
+        if here.get(name) != others.get(name):
+            own, other = here.get(name, "missing"), others.get(name, "missing")
+            raise DataError(f"column {name!r} is {own} here and {other} in {what}", where=where, remedy=remedy)
 
 
 def select_columns(columns: Mapping[str, Any], names: Iterable[str] | None, where: str = "") -> tuple[str, ...]:
@@ -240,7 +291,7 @@ def _require_no_nulls(array: pa.Array, where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TableSource:
+class TableSource(Source):
     """Arrays in memory, of one length; they travel with the job. Made by `arrays_from_table`."""
 
     arrays: Arrays
@@ -268,7 +319,7 @@ class TableSource:
         return _TableLoader(self.arrays)
 
 
-class _TableLoader:
+class _TableLoader(Loader):
     """Gives the arrays themselves."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -347,10 +398,7 @@ def _ragged_rows(value: Any) -> npt.NDArray[Any] | None:
         rows = [np.asarray(row) for row in value]
     except ValueError:
         return None
-    array = np.empty(len(rows), dtype=object)
-    for place, row in enumerate(rows):
-        array[place] = row
-    return array
+    return object_array(rows)
 
 
 def _array_from_pandas(series: Any, where: str) -> npt.NDArray[Any]:

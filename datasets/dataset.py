@@ -242,8 +242,7 @@ class Dataset:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All functions of the user's that the rows go through, in order."""
-        inner: tuple[Callable[..., Any], ...] = getattr(self.source, "functions", ())
-        return (*inner, *(step.function for step in self.transforms))
+        return (*self.source.functions, *(step.function for step in self.transforms))
 
     @property
     def heavy(self) -> bool:

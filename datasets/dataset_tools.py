@@ -42,52 +42,33 @@ class _Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class _FileStatistics:
-    """The files of a data set.
+    """The files of a data set."""
 
-    Attributes:
-        count: of them.
-        size_bytes: of all.
-        nulls: by column that has any, as the files' own statistics say (parquet, columns of single values).
-    """
-
-    count: int
-    size_bytes: int
+    count: int  # of them
+    size_bytes: int  # of all
+    # by column that has any, as the files' own statistics say (parquet, columns of single values)
     nulls: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        source: as the user wrote it.
-        rows: of the data set.
-        row_bytes: mean decoded size of a row.
-        groups: row groups.
-        group_rows: of a row group.
-        group_bytes: decoded size of a row group.
-        columns: after the transforms, by name.
-        files: None where the rows do not come from files.
-        samples: the first rows; values as numbers, text, or words about an array.
-        classes: by integer column of few values: rows of each value, the most frequent first.
-        counted_rows: rows that `classes` was counted over.
-        shuffle: how well training shuffles it; None where it does not, or it has too many rows to measure that.
-        problems: what could not be read, in words.
-    """
-
-    source: str
-    rows: int
-    row_bytes: int
-    groups: int
-    group_rows: _Distribution
-    group_bytes: _Distribution
-    columns: Mapping[str, Field]
-    files: _FileStatistics | None
-    samples: tuple[Mapping[str, Any], ...]
+    source: str  # as the user wrote it
+    rows: int  # of the data set
+    row_bytes: int  # mean decoded size of a row
+    groups: int  # row groups
+    group_rows: _Distribution  # of a row group
+    group_bytes: _Distribution  # decoded size of a row group
+    columns: Mapping[str, Field]  # after the transforms, by name
+    files: _FileStatistics | None  # None where the rows do not come from files
+    samples: tuple[Mapping[str, Any], ...]  # the first rows; values as numbers, text, or words about an array
+    # by integer column of few values: rows of each value, the most frequent first
     classes: Mapping[str, Mapping[int, int]]
-    counted_rows: int
+    counted_rows: int  # rows that `classes` was counted over
+    # how well training shuffles it; None where it does not, or it has too many rows to measure that
     shuffle: ShuffleQuality | None
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what could not be read, in words
 
     @property
     def imbalance(self) -> float:
@@ -281,19 +262,16 @@ _BLOCKS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleQuality:
-    """Statistics of an order. Of a perfect permutation the first two are 1 and the third is 0, but for chance.
+    """Statistics of an order. Of a perfect permutation the first two are 1 and the third is 0, but for chance."""
 
-    Attributes:
-        scatter: mean distance, in positions of an epoch, between rows that are stored next to each other, over that of
-            a perfect permutation, a third of the rows. Below 1, neighbours stay together.
-        clumping: chi-square of what batches hold of each of 20 equal parts of the storage, over its expectation. Above
-            1, batches hold more of some parts and less of others than chance gives; below 1 they are more even, as
-            stratified samples are.
-        memory: rank correlation (Spearman) of the rows' positions in two epochs. Above 0, rows come at similar times.
-    """
-
+    # mean distance, in positions of an epoch, between rows that are stored next to each other, over that of a perfect
+    # permutation, a third of the rows. Below 1, neighbours stay together.
     scatter: float
+    # chi-square of what batches hold of each of 20 equal parts of the storage, over its expectation. Above 1, batches
+    # hold more of some parts and less of others than chance gives; below 1 they are more even, as stratified samples
+    # are.
     clumping: float
+    # rank correlation (Spearman) of the rows' positions in two epochs. Above 0, rows come at similar times.
     memory: float
 
 

@@ -43,19 +43,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataContext:
-    """What reading an index can use besides this process and its local cache.
+    """What reading an index can use besides this process and its local cache."""
 
-    Attributes:
-        find: reads a cache file that is kept with a run, by name; None where there is none.
-        connect: connects this process to a Ray cluster, which large data sets are read on; None for no such cluster.
-        fingerprint: digest of a value that is another where the code of its functions is; None where nobody can tell.
-        kept: cache files to keep with the run, by name.
-    """
-
+    # reads a cache file that is kept with a run, by name; None where there is none
     find: Callable[[str], bytes | None] = lambda name: None
+    # connects this process to a Ray cluster, which large data sets are read on; None for no such cluster
     connect: Callable[[], object] | None = None
+    # digest of a value that is another where the code of its functions is; None where nobody can tell
     fingerprint: Callable[[Any], str] | None = None
-    kept: dict[str, bytes] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict)  # cache files to keep with the run, by name
 
 
 _ALONE = MetadataContext()
@@ -124,10 +120,7 @@ def run_cached(
 ) -> _Value:
     """Return a value that is kept with the run, or make it now; unlike metadata of files it is in no local cache.
 
-    Args:
-        reads: what the value depends on.
-        pack: returns it as JSON.
-        unpack: returns it from JSON. Raises ValueError, TypeError, KeyError or IndexError for other JSON.
+    It depends on `reads`. `unpack` raises ValueError, TypeError, KeyError or IndexError for JSON of something else.
     """
     identity = _identity(reads)
     name = f"{hash_parts([identity])[:32]}.json.z"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -24,9 +24,7 @@ class RowReader:
     """Gathers rows by number. Safe to call from several threads.
 
     Args:
-        loader: an opened source. It can have more than `load`: with `twin() -> Loader`, several threads read blocks;
-            with `fill(number, rows, into) -> names left over`, it reads only the rows of a block. Where rows can be
-            random, `begin(seed, epoch)` sets their seed and epoch, and `varying` says whether rows were random.
+        loader: an opened source. Where it has twins, several threads read blocks.
         index: of the source.
         columns: to read.
         blocks: (blocks + 1,) int64, first rows of the ranges that are decoded and kept together, and the number of
@@ -89,21 +87,18 @@ class RowReader:
     @property
     def varying(self) -> bool:
         """Whether rows were random, so that they are others in another epoch."""
-        return bool(getattr(self._loader.source, "varying", False))
+        return self._loader.source.varying
 
     def _begin(self, epoch: int) -> None:
         """Begin an epoch; kept rows that were random are dropped."""
         self._epoch = epoch
-        begin: Callable[[int, int], None] | None = getattr(self._loader.source, "begin", None)
-        if begin is None:
-            return
         if self.varying:
             self._loader.forget()
             while self._kept:
                 self._drop(*self._kept.popitem())
             if self._whole:
                 self.__dict__.pop("_memory", None)
-        begin(self._seed, epoch)
+        self._loader.source.begin(self._seed, epoch)
 
     def _take(self, places: Rows) -> Arrays:
         return {name: array.take(places, axis=0) for name, array in self._memory.items()}
@@ -139,8 +134,11 @@ class RowReader:
         while len(self._free) < len(missing):
             self._drop(*self._kept.popitem(last=False))
         assert self._memory  # allocated before threads use it
-        if min(self._threads, len(missing)) > 1 and self._loader.twin:
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="trainwright-load") as pool:
+        threads = min(self._threads, len(missing))
+        while len(self._idle) < threads and (twin := self._loader.twin()) is not None:
+            self._idle.append(twin)
+        if min(threads, len(self._idle)) > 1:
+            with ThreadPoolExecutor(threads, thread_name_prefix="trainwright-load") as pool:
                 list(pool.map(self._load, missing))
         else:
             for block in missing:
@@ -156,7 +154,7 @@ class RowReader:
 
     def _load(self, block: int) -> None:
         """Load a block into a free slot. Runs in several threads; each has a loader of its own."""
-        slot, loader = self._free.pop(), self._opened()
+        slot, loader = self._free.pop(), self._idle.popleft()
         try:
             loader.load(int(self._blocks[block]), self._slot(block, slot))
         except BaseException:
@@ -166,12 +164,6 @@ class RowReader:
             self._idle.append(loader)
         self._shifts[block] = self._first(block, slot) - self._blocks[block]
         self._kept[block] = slot
-
-    def _opened(self) -> _BlockLoader:
-        try:
-            return self._idle.popleft()
-        except IndexError:
-            return self._loader.another()
 
     def _slot(self, block: int, slot: int) -> Arrays:
         first = self._first(block, slot)
@@ -187,14 +179,12 @@ class _BlockLoader:
 
     def __init__(self, source: Loader, groups: Rows) -> None:
         self.source, self._groups = source, groups
-        self.twin: Callable[[], Loader] | None = getattr(source, "twin", None)
-        self._fill: Callable[[int, range, Arrays], list[str]] | None = getattr(source, "fill", None)
         self._last: tuple[int, list[str], Arrays] = (-1, [], {})
 
-    def another(self) -> _BlockLoader:
-        """Return a loader for another thread."""
-        assert self.twin, "only what can be opened again is used by several threads"
-        return _BlockLoader(self.twin(), self._groups)
+    def twin(self) -> _BlockLoader | None:
+        """Return a loader for another thread; None where there is none."""
+        twin = self.source.twin()
+        return None if twin is None else _BlockLoader(twin, self._groups)
 
     def load(self, first: int, into: Arrays) -> None:
         """Load rows from `first` on, as many as the arrays have. Raises DataError."""
@@ -214,7 +204,7 @@ class _BlockLoader:
         self._last = (-1, [], {})
 
     def _load(self, number: int, rows: range, into: Arrays) -> None:
-        names = list(into) if self._fill is None else self._fill(number, rows, into)
+        names = self.source.fill(number, rows, into)
         for name, array in self._group(number, names).items() if names else ():
             into[name][...] = array[rows.start : rows.stop]
 

@@ -37,19 +37,14 @@ _SORTED_ROWS = 1 << 21  # rows whose permutation is held at a time, over all lan
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """How the rows are cut; a pure function of the index of a data set.
+    """How the rows are cut; a pure function of the index of a data set."""
 
-    Attributes:
-        rows: of the data set.
-        count: C, the number of lanes: contiguous row ranges. Lane l is range l * stride mod C in storage; the first
-            rows % C lanes are one row longer.
-        window: rows that are permuted together, at most.
-        groups: first row of each row group, ascending; windows are cut there where that is possible.
-    """
-
-    rows: int
+    rows: int  # of the data set
+    # C, the number of lanes: contiguous row ranges. Lane l is range l * stride mod C in storage; the first rows % C
+    # lanes are one row longer.
     count: int = 1
-    window: int = 1 << 16
+    window: int = 1 << 16  # rows that are permuted together, at most
+    # first row of each row group, ascending; windows are cut there where that is possible
     groups: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -120,17 +115,11 @@ def choose_lanes(
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The order of every epoch. Any range of positions is computed directly, in the memory of a window for each lane.
+    """The order of every epoch. Any positions are computed directly, in the memory of a window for each lane."""
 
-    Attributes:
-        lanes: how the rows are cut.
-        seed: of the shuffle.
-        shuffle: False gives row i at position i, and positions to the ranks in turn.
-    """
-
-    lanes: Lanes
-    seed: int = 0
-    shuffle: bool = True
+    lanes: Lanes  # how the rows are cut
+    seed: int = 0  # of the shuffle
+    shuffle: bool = True  # False gives row i at position i, and positions to the ranks in turn
 
     def rows_of(self, epoch: int, start: int, stop: int) -> Rows:
         """Rows at positions start..stop of an epoch, in position order: (stop - start,) int64."""
@@ -272,42 +261,27 @@ def steps_per_epoch(rows: int, batch_size: int, drop_last: bool, epoch_samples: 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """One data rank's part of some steps that begin in one pass over the data.
+    """One data rank's part of some steps that begin in one pass over the data."""
 
-    Attributes:
-        steps: the global steps.
-        passes: (rows,) int64, the pass that each sample belongs to: that in which the steps begin, or the next.
-        samples: (rows,) int64, row numbers in position order; a step without a sample of this rank has one stand-in.
-        bounds: (len(steps) + 1,) int64; step i has samples bounds[i]..bounds[i + 1].
-        real: (len(steps),) bool; False where the step's only sample is a stand-in of weight 0.
-        good: (rows,) bool; False for a sample that cannot be read, which has weight 0. None where all can.
-    """
-
-    steps: range
-    passes: Rows
-    samples: Rows
-    bounds: Rows
-    real: npt.NDArray[np.bool_]
+    steps: range  # the global steps
+    passes: Rows  # (rows,) int64, the pass that each sample belongs to: that in which the steps begin, or the next
+    samples: Rows  # (rows,) int64, row numbers in position order; a step without a sample of this rank has one stand-in
+    bounds: Rows  # (len(steps) + 1,) int64; step i has samples bounds[i]..bounds[i + 1]
+    real: npt.NDArray[np.bool_]  # (len(steps),) bool; False where the step's only sample is a stand-in of weight 0
+    # (rows,) bool; False for a sample that cannot be read, which has weight 0. None where all can.
     good: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule:
-    """The steps of a run over one data set; pure, and the same for any number of data ranks.
+    """The steps of a run over one data set; pure, and the same for any number of data ranks."""
 
-    Attributes:
-        order: of the samples.
-        batch_size: global, in samples.
-        epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
-        drop_last: leave out the short last batch of each epoch.
-        epoch_samples: samples of an epoch, whatever the data has: a virtual epoch. The passes follow each other as they
-            are, so that a batch may hold the last samples of one and the first of the next.
-    """
-
-    order: SampleOrder
-    batch_size: int
-    epochs: int = 1
-    drop_last: bool = False
+    order: SampleOrder  # of the samples
+    batch_size: int  # global, in samples
+    epochs: int = 1  # of the run; each is a pass over the data, unless `epoch_samples` says otherwise
+    drop_last: bool = False  # leave out the short last batch of each epoch
+    # samples of an epoch, whatever the data has: a virtual epoch. The passes follow each other as they are, so that a
+    # batch may hold the last samples of one and the first of the next.
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:

@@ -556,7 +556,7 @@ class Job(_JobModel):
         return tuple(dict.fromkeys(self.input_columns + self.target_columns + self.weight_columns))
 
     def ordering(self, *, evaluate: bool = False) -> dict[str, Any]:
-        """Return what the order of samples depends on beside the data: arguments of `datasets.stream.schedule_of`."""
+        """Return what the order of samples depends on beside the data: arguments of `make_schedule` of data sets."""
         always = {"batch_size": self.batch_size, "seed": self.training.seed}
         if evaluate:
             return {**always, "epochs": 1, "shuffle": False, "drop_last": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,20 +17,12 @@ from trainwright.datasets.data_source import TableSource
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import absolute_path
 from trainwright.distillation.target_encoding import TargetEncoding
-from trainwright.distillation.teacher_model import frozen_optimizer
-from trainwright.inference.inference_model import inference_job, no_loss
+from trainwright.inference.inference_model import frozen_optimizer, inference_job, no_loss
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs
 
 Delivery = Literal["offline", "online", "inline"]
 STUDENT = "student"  # name of the job's own model among several students
 _NO_DATA = Dataset(source=TableSource(arrays={}))  # for facts of a job that do not depend on its data
-
-
-class SupportsDistill(Protocol):
-    """A search or a recipe: something that consists of several distillations."""
-
-    def distill(self, *, resume: bool, fresh: bool, verbose: bool) -> Any:
-        """Carry it out, as `tw.distill` does."""
 
 
 class Distillation(StrictModel):

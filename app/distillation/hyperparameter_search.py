@@ -11,32 +11,32 @@ validation set and the student alone are then evaluated once on the test set.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
+from trainwright.core import formatting
 from trainwright.core.errors import JobError, RunConflict, TrainwrightError, nearest
 from trainwright.core.strict_model import StrictModel
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.ops.hash_split import split
-from trainwright.distillation.distillation_job import (
-    ComposedJob,
-    build_loss,
-    compose_job,
-    load_teachers,
-    teachers_with_layers,
-    train_teachers,
-)
+from trainwright.datasets import Dataset, split
+from trainwright.distillation.distillation_job import ComposedJob, LoadedDistillation, compose_job, train_teachers
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
-from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.trained_student import students_of
 from trainwright.inference.run_inference import evaluate
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.reporting.progress_bar import print_status
+from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
 from trainwright.tuning.trials import SearchMetric, fixed_layout, train_trials
@@ -44,9 +44,10 @@ from trainwright.tuning.trials import SearchMetric, fixed_layout, train_trials
 if TYPE_CHECKING:
     from trainwright.core.job import Job
     from trainwright.core.soft_loss import SoftLoss
-    from trainwright.reporting.scorecard import Scorecard
 
 _SEARCH_FILE, _RESULT_FILE = "search.json", "found.json"
+_BASELINE = "alone"  # the student without teachers
+_SIGNIFICANT_DEVIATIONS = 2.0  # a gain of so many deviations counts
 
 
 class Search(StrictModel):
@@ -193,22 +194,14 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJobs:
-    """The jobs of a search.
+    """The jobs of a search."""
 
-    Attributes:
-        student: the job as it was given.
-        composed: the student with its teachers, on all rows.
-        alone: the student without them, on the same rows as those with them.
-        train, validation: the rows with teacher outputs; those of `alone` are its own.
-        test: the test set, with teacher outputs.
-    """
-
-    student: Job
-    composed: ComposedJob
-    alone: Job
-    train: Dataset
+    student: Job  # the job as it was given
+    composed: ComposedJob  # the student with its teachers, on all rows
+    alone: Job  # the student without them, on the same rows as those with them
+    train: Dataset  # the rows with teacher outputs; those of `alone` are its own
     validation: Dataset
-    test: Dataset
+    test: Dataset  # the test set, with teacher outputs
 
     @classmethod
     def of(cls, search: Search, verbose: bool) -> SearchJobs:
@@ -233,7 +226,7 @@ class SearchJobs:
         """Return the jobs of these settings, or of the student alone, with these seeds, by the names of their runs."""
         settings, jobs = search.settings(), {}
         for name in names:
-            job = self.alone if name == BASELINE else self._with_teachers(settings[name][1])
+            job = self.alone if name == _BASELINE else self._with_teachers(settings[name][1])
             for seed in seeds:
                 run = f"{name}-seed{seed}"
                 jobs[run] = job.replace(name=run, seed=seed, storage=search.folder)
@@ -275,19 +268,16 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
 
 def _described(search: Search) -> dict[str, str]:
     """Return a description of all that the results depend on."""
-    job, distillation = search.student, _targets_once(search.distillation)
-    teachers = teachers_with_layers(distillation)
-    runners = load_teachers(teachers)
-    loss = build_loss(distillation, teachers, runners)
+    job, loaded = search.student, LoadedDistillation.of(_targets_once(search.distillation))
     words = describe(
-        job.replace(name=search.run_name, loss=loss, targets=loss.targets),
+        job.replace(name=search.run_name, loss=loaded.loss, targets=loaded.loss.targets),
         train=job.train.index(),
         evaluate=job.evaluate.index(),
     )
     share = search.validation
     rows = f"{share:g} of train" if isinstance(share, float) else f"{share!r}, {share.index().hash[:8]}"
     own = ("temperatures", "alphas", "seeds", "metric", "mode", "finalists")
-    told = {name: runner.sha256[:12] for name, runner in runners.items()}
+    told = {name: runner.sha256[:12] for name, runner in loaded.runners.items()}
     return {**words, **{name: str(getattr(search, name)) for name in own}, "validation": rows, "teachers": str(told)}
 
 
@@ -314,7 +304,7 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     all_seeds = finalists == len(names)
     train(
         jobs.runs(search, names, search.seed_values if all_seeds else (first,))
-        | jobs.runs(search, (BASELINE,), search.seed_values)
+        | jobs.runs(search, (_BASELINE,), search.seed_values)
     )
     if not all_seeds and others:
         best = sorted(names, key=lambda name: search.rank(found[f"{name}-seed{first}"]), reverse=True)
@@ -328,7 +318,7 @@ def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, floa
     most = max(len(each.validation.values) for each in settings)
     finalists = [each for each in settings if len(each.validation.values) == most]
     chosen = max(finalists, key=lambda each: search.rank(each.validation.mean))
-    test = {chosen.name: jobs.test, BASELINE: jobs.student.evaluate}
+    test = {chosen.name: jobs.test, _BASELINE: jobs.student.evaluate}
     scores = {
         name: Score(values=tuple(
             evaluate(job.replace(evaluate=data))[search.metric]
@@ -338,8 +328,8 @@ def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, floa
     }  # fmt: skip
     return SearchResult(
         name=search.run_name, metric=search.metric, mode=search.mode, seeds=search.seed_values, settings=settings,
-        alone=_with_score(Setting(name=BASELINE), search, metrics), chosen=chosen.name, test=scores[chosen.name],
-        test_alone=scores[BASELINE], scorecard=_scorecard(search, jobs, chosen.name, verbose), uri=uri,
+        alone=_with_score(Setting(name=_BASELINE), search, metrics), chosen=chosen.name, test=scores[chosen.name],
+        test_alone=scores[_BASELINE], scorecard=_scorecard(search, jobs, chosen.name, verbose), uri=uri,
     )  # fmt: skip
 
 
@@ -359,3 +349,158 @@ def _scorecard(search: Search, jobs: SearchJobs, setting: str, verbose: bool) ->
     return evaluate_students(
         distillation, loss, {STUDENT: own}, folder=f"{search.folder}/judged", step=checkpoint.step, verbose=verbose
     )
+
+
+# --- What a search found ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A metric over the seeds.
+
+    Attributes:
+        values: one for each seed.
+    """
+
+    values: tuple[float, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """The mean; NaN without values."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The sample's standard deviation (n - 1); NaN of fewer than two values."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    def __str__(self) -> str:
+        mean = formatting.metric(self.mean)
+        return f"{mean} ± {self.deviation:.4f}" if math.isfinite(self.deviation) else mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A temperature and a share of the hard loss, or the student alone, with its score.
+
+    Attributes:
+        name: the name of its runs, without the seed.
+        temperature: None in regression, and for the student alone.
+        alpha: None for the student alone.
+        validation: the metric after the last step, for each seed that was trained.
+    """
+
+    name: str
+    temperature: float | None = None
+    alpha: float | None = None
+    validation: Score = Score()
+
+    @property
+    def text(self) -> str:
+        """The setting for people: `T = 2, alpha = 0.1`."""
+        if self.name == _BASELINE:
+            return "student alone"
+        values = [("T", self.temperature), ("alpha", self.alpha)]
+        return ", ".join(f"{name} = {value:g}" for name, value in values if value is not None)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SearchResult:
+    """What a search found. Prints as a table.
+
+    Attributes:
+        name: of the search.
+        metric: by which settings are compared.
+        mode: whether more or less of it is better.
+        seeds: of the student alone, and of each setting that was trained with all seeds.
+        settings: all, in the order in which they were given.
+        alone: the student without teachers, on the same rows.
+        chosen: name of the setting that is best on the validation set.
+        test: score of the chosen setting's students on the test set.
+        test_alone: the same of the students without teachers.
+        scorecard: the student of the chosen setting and the first seed beside its teachers, on the test set.
+        uri: of the search's folder.
+    """
+
+    name: str
+    metric: str
+    mode: Literal["max", "min"]
+    seeds: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    alone: Setting
+    chosen: str
+    test: Score
+    test_alone: Score
+    scorecard: Scorecard
+    uri: str
+
+    @property
+    def best(self) -> Setting:
+        """The setting that was chosen."""
+        return next(each for each in self.settings if each.name == self.chosen)
+
+    @property
+    def gain(self) -> float:
+        """By how much students with teachers are better on the test set than those without."""
+        more = self.test.mean - self.test_alone.mean
+        return more if self.mode == "max" else -more
+
+    @property
+    def deviation(self) -> float:
+        """The larger standard deviation of both over the seeds; NaN of one seed."""
+        both = (self.test.deviation, self.test_alone.deviation)
+        return max(both) if all(map(math.isfinite, both)) else math.nan
+
+    @property
+    def helped(self) -> bool:
+        """Whether the gain is more than twice the deviation. False for one seed."""
+        return self.gain > _SIGNIFICANT_DEVIATIONS * self.deviation
+
+    @property
+    def sentence(self) -> str:
+        """Whether distillation helped, in a sentence."""
+        figures = f"{self.metric} {self.test} on the test set with {self.best.text}, {self.test_alone} alone"
+        if not math.isfinite(self.deviation):
+            return f"One seed cannot tell whether distillation helped: {figures}."
+        times = f"{abs(self.gain) / self.deviation:.1f} times" if self.deviation else "more than 0 times"
+        if self.helped:
+            return f"Distillation helped: {figures}, better by {times} the larger deviation."
+        if self.gain < -_SIGNIFICANT_DEVIATIONS * self.deviation:
+            return f"Distillation made it worse: {figures}, {times} the larger deviation."
+        how = f"{times} the larger deviation, and less than {_SIGNIFICANT_DEVIATIONS:g} times is chance"
+        return f"Distillation did not help: {figures}; they differ by {how}."
+
+    def encode(self) -> bytes:
+        """Return the result as JSON, with the conclusion beside it."""
+        gain = self.gain if math.isfinite(self.gain) else None  # JSON has no NaN
+        told = {"sentence": self.sentence, "helped": self.helped, "gain": gain}
+        return json.dumps({**asdict(self), "told": told}, indent=1).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> SearchResult:
+        """Return the result from what `encode` gave."""
+        facts: dict[str, Any] = json.loads(data)
+        del facts["told"]
+        return TypeAdapter(cls).validate_python(facts)
+
+    def __repr__(self) -> str:
+        verdicts = (line.rstrip() for line in str(self.scorecard).splitlines())
+        return "\n".join([formatting.plain_text(_result_table(self), 120), "", *verdicts])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
+
+
+def _result_table(found: SearchResult) -> RenderableType:
+    """The conclusion, and a row for each setting, for the terminal."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in ("setting", f"{found.metric}, validation", "test", ""):
+        table.add_column(heading, no_wrap=True)
+    for each in (*found.settings, found.alone):
+        test = {found.chosen: str(found.test), _BASELINE: str(found.test_alone)}.get(each.name, "")
+        note = "chosen" if each.name == found.chosen else ""
+        note = note or ("first seed only" if len(each.validation.values) == 1 < len(found.seeds) else "")
+        table.add_row(each.text, str(each.validation), test, note, style="bold" if note == "chosen" else "")
+    head = Text(found.sentence, style="bold green" if found.helped else "bold yellow")
+    scope = f"mean ± standard deviation of {formatting.count(len(found.seeds), 'seed')}"
+    return Group(head, Padding(table, (1, 0, 0, 2)), Padding(Text(scope, style="dim"), (1, 0, 0, 2)))

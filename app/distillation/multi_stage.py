@@ -120,10 +120,6 @@ class _RestartList:
 
     For each run the file has null; once it is started, the token of the driver before. A run with a later driver has
     started again.
-
-    Args:
-        store: of the file.
-        path: of it.
     """
 
     def __init__(self, store: Store, path: str) -> None:
@@ -215,7 +211,8 @@ class TwoStage(MultiStage):
         job = second.student.replace(
             name=self.runs[0], train=self.unlabelled, targets=(), metrics={}, **self.fields
         )  # fmt: skip
-        return second.replace(student=job, loss=self.first or _unlabelled(second.loss))
+        combine = "fixed" if second.loss.combine == "learned" else second.loss.combine  # learned weights need labels
+        return second.replace(student=job, loss=self.first or second.loss.replace(alpha=0.0, combine=combine))
 
 
 class SelfDistillation(MultiStage):
@@ -257,12 +254,6 @@ class SelfDistillation(MultiStage):
                 student=job.replace(name=name, seed=job.training.seed + number), teachers=(teacher,)
             )  # fmt: skip
             yield stage
-
-
-def _unlabelled(loss: SoftLoss) -> SoftLoss:
-    """Return the loss without labels; learned weights of teachers need labels."""
-    combine = "fixed" if loss.combine == "learned" else loss.combine
-    return loss.replace(alpha=0.0, combine=combine)
 
 
 def next_stage(asked: Any) -> Any:

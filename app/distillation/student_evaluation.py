@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +85,11 @@ def evaluate_students(
     rows = _evaluated_rows(models, of_rows)
     asked, notes = [], []
     for each in models:
-        if (ready := _ready(each, distillation, len(rows), of_rows, folder, verbose)) is None:
+        if _store_outputs(each, distillation, len(rows), of_rows, folder, verbose):
+            asked.append(each)
+        else:
             size = formatting.size(each.profile.parameter_bytes)
             notes.append(f"{each.name} is not evaluated: its {size} of parameters are too large for this process")
-        else:
-            asked.append(ready)
     evaluation = StudentEvaluation(job, loss, asked, rows)
     evaluation.run()
     return replace(
@@ -98,33 +98,86 @@ def evaluate_students(
     )  # fmt: skip
 
 
-def _evaluated_rows(models: list[EvaluatedModel], rows: int) -> _Array:
+def _evaluated_rows(models: Sequence[EvaluatedModel], rows: int) -> _Array:
     """Return the numbers of all rows; of evenly spaced ones if all rows have too many outputs."""
     most = max(1, int(_NUMBERS // max(each.outputs_per_row for each in models)))
     return np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
 
 
-def _ready(
+def _store_outputs(
     model: EvaluatedModel, distillation: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
-) -> EvaluatedModel | None:
-    """Return the model, with stored outputs if it needs them; None if it is too large for this process."""
+) -> bool:
+    """Give the model stored outputs if it needs them. Return False if it is too large for this process."""
     kept = not model.student and distillation.way == "offline"
     small = model.fits_locally and model.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
         to, keep = (folder, "fp32") if model.student else (distillation.folder, distillation.keep)
-        told = stored_targets(model.teacher, distillation.student.evaluate, folder=to, keep=keep, verbose=verbose)
-        return replace(model, stored=told)
-    return model if model.fits_locally else None
+        data = distillation.student.evaluate
+        model.stored = stored_targets(model.runner.teacher, data, folder=to, keep=keep, verbose=verbose)
+        return True
+    return model.fits_locally
+
+
+@dataclass(kw_only=True, eq=False)
+class EvaluatedModel:
+    """A student or a teacher, and what is counted of it. Students run as teachers do."""
+
+    runner: TeacherRunner  # the model, as a teacher, with its weights
+    profile: ModelProfile  # cost of the model
+    student: bool  # whether it is a student
+    stored: Dataset | None = None  # its outputs for all rows, if they are stored
+    # (batch) -> its outputs for the batch's rows, (rows, ...); set by `open`
+    source: Callable[[Batch], _Array] = field(init=False)
+    # median seconds of a call, by number of rows; empty if it does not fit this process
+    latency_s: Mapping[str, float] = field(default_factory=dict)
+    output: str | None = None  # name of its output for the job's functions: empty for a bare output, None if none fits
+    sums: MetricSums = field(default_factory=MetricSums)  # of the job's loss and metrics
+    dropped: set[str] = field(default_factory=set)  # metrics that cannot be computed
+
+    @classmethod
+    def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
+        """Return a teacher; or a student, if `build` makes its model. Raises as `load_teacher` and `profile_job`."""
+        runner = load_teacher(teacher)
+        subject = teacher_inference_model(runner, data)
+        job = subject.job.on_one_device(model=build or subject.architecture)
+        return cls(runner=runner, profile=profile_job(job, data, data.index()), student=build is not None)
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.runner.name
+
+    @property
+    def fits_locally(self) -> bool:
+        """Whether this process may hold the model."""
+        return self.profile.parameter_bytes <= _LOCAL_BYTES
+
+    @property
+    def outputs_per_row(self) -> float:
+        """The numbers in a row of its outputs; 1 if unknown."""
+        return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
+
+    def open(self, timed: Batch) -> None:
+        """Load the model if this process can hold it, time it on a batch, and set its source.
+
+        Raises as `TeacherRunner.teach`.
+        """
+        (column, *_), lesson, data = self.runner.columns, self.runner.teacher.lesson, self.stored
+        loaded = None
+        if self.fits_locally:
+            loaded = self.runner.opened({name: column[:1] for name, column in timed.columns.items()})
+            self.latency_s = _latencies(loaded, timed)
+        if data is not None:
+            reader, counters = data.reader(data.index(), None), Counters(seed=0, epoch=0)
+            self.source = lambda batch: np.asarray(
+                data.transform(reader.gather(batch.samples), batch.samples, counters, None)[column]
+            )
+        elif loaded is not None:
+            self.source = lambda batch: np.concatenate([part[column] for part in loaded.told(batch, lesson)])
 
 
 class StudentEvaluation:
     """One pass over the evaluation set.
-
-    Args:
-        job: of the students, as it would be trained without teachers.
-        loss: of the students; it has the teachers of each.
-        models: students and teachers.
-        rows: row numbers to evaluate.
 
     Attributes:
         notes: metrics that could not be computed, and why.
@@ -132,7 +185,7 @@ class StudentEvaluation:
 
     def __init__(self, job: Job, loss: DistillationLoss, models: list[EvaluatedModel], rows: _Array) -> None:
         self._job, self._loss, self._models, self._rows = job, loss, models, rows
-        wanted = [job.columns, *(each.teacher.input_columns or None for each in models)]
+        wanted = [job.columns, *(each.runner.teacher.input_columns or None for each in models)]
         names = None if None in wanted else tuple(dict.fromkeys(name for some in wanted for name in some or ()))
         self._data, self._names = job.evaluate, names
         self._reader = self._data.reader(self._data.index(), names)
@@ -142,20 +195,23 @@ class StudentEvaluation:
         self._own_scores: dict[str, ClassificationMetrics | RegressionMetrics] = {}
         self._agreement: dict[tuple[str, str], AgreementMetrics] = {}
         self._soft_targets: dict[str, SoftTargetMatrix] = {}
-        self._sums: dict[str, MetricSums] = {}
-        self._output_names: dict[str, str | None] = {}  # of a model for the job's functions; None: they take none
-        self._dropped: set[tuple[str, str]] = set()
-        self._latency: dict[str, dict[str, float]] = {}
         self._tokens = 1
         self.notes: list[str] = []
 
     def run(self) -> None:
         """Compute all outputs and count them. Raises TrainwrightError."""
-        sources: dict[str, _OutputSource] = {}
-        for batch in self._batches():
-            sources = sources or self._sources(batch)
-            said = {name: source(batch) for name, source in sources.items()}
-            told = [self._metrics(name, batch, each) for name, each in said.items()]
+        timed = self._read(self._rows[: self._job.batch_size])  # as many rows as a step has, or all
+        for each in self._models:
+            each.open(timed)
+        widest = max(each.outputs_per_row for each in self._models)
+        size = int(max(1, min(_ROWS, _CHUNK // widest)))
+        for start in range(0, len(self._rows), size):
+            batch = self._read(self._rows[start : start + size])
+            said = {}
+            for each in self._models:
+                said[each.name] = outputs = each.source(batch)
+                each.output = each.output if start else self._output_name(each, batch, outputs)
+            told = [self._count_metrics(each, batch, said[each.name]) for each in self._models]
             loss = next((terms for terms in told if terms is not None), None)
             first = next(iter(said.values()))
             self._tokens = first.shape[1] if self._kind == "language_model" else 1
@@ -169,38 +225,37 @@ class StudentEvaluation:
 
     def scorecard(self) -> Scorecard:
         """Return the scorecard of what was counted."""
-        pictures = {name: picture.means() for name, picture in self._soft_targets.items()}
         first = next(iter(self._soft_targets.values()), None)
-        marks = [
-            ModelScore(
-                name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
-                metrics=self._sums.get(name, MetricSums()).means(), reliability=scores.reliability(),
-                latency_s=self._latency.get(name, {}), soft=pictures.get(name, []), **self._sizes(name),
-            )
-            for name, scores in self._own_scores.items()
-        ]  # fmt: skip
+        marks = [self._score(name, scores) for name, scores in self._own_scores.items()]
+        main = {mark.name: mark.scores.get(MAIN_SCORE.get(self._kind, "top-1"), math.nan) for mark in marks}
         return Scorecard(
             kind=self._kind, rows=len(self._rows), of_rows=len(self._rows), tokens=self._tokens, marks=marks,
             device=_latency_device(),
             units=next(iter(self._own_scores.values())).weight, classes=first.shown() if first else [],
-            commonest=[float(each) for each in first.commonest()] if first else None, pairs=self._paired(marks),
+            commonest=[float(each) for each in first.commonest()] if first else None,
+            pairs=[
+                StudentTeacherScore(
+                    student=one, teacher=other, scores=agreement.scores(), kept=retained_share(main[one], main[other])
+                )
+                for (one, other), agreement in self._agreement.items()
+            ],
         )  # fmt: skip
 
-    def _sources(self, batch: Batch) -> dict[str, _OutputSource]:
-        """Return the source of each model's outputs; time the models that this process can hold."""
-        sources, timed = {}, self._read(self._rows[: self._job.batch_size])  # as many rows as a step has, or all
+    def _score(self, name: str, scores: ClassificationMetrics | RegressionMetrics) -> ModelScore:
+        """Return the scores of a model, or of all teachers together, which have no model of their own."""
+        own: dict[str, Any] = {}
         for each in self._models:
-            loaded = each.opened(batch) if each.fits_locally else None
-            if loaded is not None:
-                self._latency[each.name] = _latencies(loaded, timed)
-            sources[each.name] = each.source(loaded)
-        return sources
-
-    def _batches(self) -> Iterator[Batch]:
-        widest = max(each.outputs_per_row for each in self._models)
-        size = int(max(1, min(_ROWS, _CHUNK // widest)))
-        for start in range(0, len(self._rows), size):
-            yield self._read(self._rows[start : start + size])
+            if each.name == name:
+                profile = each.profile
+                own = {
+                    "metrics": each.sums.means(), "latency_s": each.latency_s, "parameters": profile.parameters,
+                    "size_bytes": profile.parameter_bytes,
+                }  # fmt: skip
+        return ModelScore(
+            name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
+            reliability=scores.reliability(),
+            soft=self._soft_targets[name].means() if name in self._soft_targets else [], **own,
+        )  # fmt: skip
 
     def _read(self, samples: _Array) -> Batch:
         """Return rows with the columns that any model needs, transformed as in `tw.predict`."""
@@ -213,45 +268,41 @@ class StudentEvaluation:
         columns = self._job.data.collation(batch) if wanted else {}
         return [np.asarray(columns[name]) for name in wanted]
 
-    def _metrics(self, name: str, batch: Batch, said: _Array) -> Terms | None:
-        """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
-        if not self._job.target_names or self._output_names.get(name, "") is None:
-            return None
-        if name not in self._output_names:
-            self._output_names[name] = self._output_name(name, batch, said)
-            return self._metrics(name, batch, said)
-        form = self._output_names[name]
-        outputs = {form: said} if form else said
-        loss = self._terms_of(batch, outputs, "")
-        found = {_LOSS: loss}
-        for metric in self._spec.metrics:
-            if (name, metric) not in self._dropped:
-                try:
-                    found[metric] = self._terms_of(batch, outputs, metric)
-                except (JobError, UserCodeError) as error:
-                    self._dropped.add((name, metric))
-                    self.notes.append(f"{metric} of {name} cannot be computed: {error.what}")
-        totals = {key: (float((terms.values * terms.weights).sum()), float(terms.weights.sum()))
-                  for key, terms in found.items()}  # fmt: skip
-        self._sums[name] = self._sums.get(name, MetricSums()) + MetricSums(totals=totals)
-        return loss
-
-    def _output_name(self, name: str, batch: Batch, said: _Array) -> str | None:
-        """Return the name of a model's output for the job's functions: empty for a bare output, None if none fits."""
+    def _output_name(self, model: EvaluatedModel, batch: Batch, said: _Array) -> str | None:
+        """Return the name under which the job's functions take a model's output: empty for bare, None if none fits."""
         problem = ""
-        for form in ("", self._loss.soft.output or LOGITS):
+        for name in ("", self._loss.soft.output or LOGITS) if self._job.target_names else ():
             try:
-                self._terms_of(batch, {form: said} if form else said, "")
+                self._terms_of(batch, {name: said} if name else said, "")
             except (JobError, UserCodeError) as error:
                 problem = problem or error.what
             else:
-                return form
-        self.notes.append(f"loss and metrics of {name} cannot be computed from its output alone: {problem}")
+                return name
+        if problem:
+            self.notes.append(f"loss and metrics of {model.name} cannot be computed from its output alone: {problem}")
         return None
 
+    def _count_metrics(self, model: EvaluatedModel, batch: Batch, said: _Array) -> Terms | None:
+        """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
+        if model.output is None:
+            return None
+        outputs = {model.output: said} if model.output else said
+        found = {_LOSS: self._terms_of(batch, outputs, "")}
+        for metric in self._spec.metrics:
+            if metric not in model.dropped:
+                try:
+                    found[metric] = self._terms_of(batch, outputs, metric)
+                except (JobError, UserCodeError) as error:
+                    model.dropped.add(metric)
+                    self.notes.append(f"{metric} of {model.name} cannot be computed: {error.what}")
+        totals = {key: (float((terms.values * terms.weights).sum()), float(terms.weights.sum()))
+                  for key, terms in found.items()}  # fmt: skip
+        model.sums += MetricSums(totals=totals)
+        return found[_LOSS]
+
     def _terms_of(self, batch: Batch, outputs: Any, only: str) -> Terms:
-        marking = load_module(f"trainwright.strategies.{self._framework}.distillation.student_models")
-        terms: Terms = marking.marked(self._spec, batch, outputs, only)
+        backend = load_module(f"trainwright.strategies.{self._framework}.distillation.model_backend")
+        terms: Terms = backend.marked(self._spec, batch, outputs, only)
         return terms
 
     def _count(self, units: Mapping[str, LabelledOutputs]) -> None:
@@ -288,83 +339,6 @@ class StudentEvaluation:
         shares = soft.share(names) if soft.combine == "fixed" else [1 / len(names)] * len(names)
         return dict(zip(names, shares, strict=True))
 
-    def _sizes(self, name: str) -> dict[str, Any]:
-        found = [each.profile for each in self._models if each.name == name]
-        return {"parameters": found[0].parameters, "size_bytes": found[0].parameter_bytes} if found else {}
-
-    def _paired(self, marks: list[ModelScore]) -> list[StudentTeacherScore]:
-        main = {mark.name: mark.scores.get(MAIN_SCORE.get(self._kind, "top-1"), float("nan")) for mark in marks}
-        return [
-            StudentTeacherScore(
-                student=one, teacher=other, scores=agreement.scores(), kept=retained_share(main[one], main[other])
-            )
-            for (one, other), agreement in self._agreement.items()
-        ]
-
-
-_OutputSource = Callable[[Batch], _Array]
-"""source(batch) -> (rows, ...) a model's outputs for the batch's rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedModel:
-    """A student or a teacher. Students run as teachers do.
-
-    Attributes:
-        teacher: the model, as a teacher.
-        runner: the teacher with its weights.
-        profile: cost of its model.
-        student: whether it is a student.
-        stored: its outputs for all rows, if they are stored.
-    """
-
-    teacher: Teacher
-    runner: TeacherRunner
-    profile: ModelProfile
-    student: bool
-    stored: Dataset | None = None
-
-    @classmethod
-    def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
-        """Return a teacher; or a student, if `build` makes its model. Raises as `load_teacher` and `profile_job`."""
-        runner = load_teacher(teacher)
-        subject = teacher_inference_model(runner, data)
-        job = subject.job.on_one_device(model=build or subject.architecture)
-        profile = profile_job(job, data, data.index())
-        return cls(teacher=teacher, runner=runner, profile=profile, student=build is not None)
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.teacher.name
-
-    @property
-    def fits_locally(self) -> bool:
-        """Whether this process may hold the model."""
-        return self.profile.parameter_bytes <= _LOCAL_BYTES
-
-    @property
-    def outputs_per_row(self) -> float:
-        """The numbers in a row of its outputs; 1 if unknown."""
-        return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
-
-    def source(self, loaded: LoadedTeacher | None) -> _OutputSource:
-        """Return the source of its outputs: stored outputs, or the model in this process."""
-        column = self.teacher.columns[0]
-        if self.stored is not None:
-            data = self.stored
-            reader, counters = data.reader(data.index(), None), Counters(seed=0, epoch=0)
-            return lambda batch: np.asarray(
-                data.transform(reader.gather(batch.samples), batch.samples, counters, None)[column]
-            )
-        assert loaded is not None, "nothing is stored"
-        lesson = self.teacher.lesson
-        return lambda batch: np.concatenate([part[column] for part in loaded.told(batch, lesson)])
-
-    def opened(self, batch: Batch) -> LoadedTeacher:
-        """Return its model in this process. Raises as `TeacherRunner.teach`."""
-        return self.runner.opened({name: column[:1] for name, column in batch.columns.items()})
-
 
 def _latencies(loaded: LoadedTeacher, batch: Batch) -> dict[str, float]:
     """Return median seconds of a call with one row of a batch, and with all rows, from arrays to arrays."""
@@ -399,19 +373,12 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledOutputs:
-    """Outputs of one model for some units, with their labels.
+    """Outputs of one model for some units, with their labels."""
 
-    Attributes:
-        chances: (units, classes) log probabilities; in regression (units, numbers) values.
-        labels: (units,) classes, in regression (units, numbers); None without labels.
-        weights: (units,).
-        columns: units of a row: labels in multi-label, tokens in language models.
-    """
-
-    chances: _Array
-    labels: _Array | None
-    weights: _Array
-    columns: int = 1
+    chances: _Array  # (units, classes) log probabilities; in regression (units, numbers) values
+    labels: _Array | None  # (units,) classes, in regression (units, numbers); None without labels
+    weights: _Array  # (units,)
+    columns: int = 1  # units of a row: labels in multi-label, tokens in language models
 
 
 def labelled_outputs(kind: str, said: _Array, labels: _Array | None, weights: _Array) -> LabelledOutputs:

@@ -21,11 +21,15 @@ from trainwright.datasets.data_source import Arrays, Index, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
-from trainwright.distillation.teacher_model import compared_shape, output_signature
-from trainwright.distillation.teacher_runner import load_teacher, teacher_inference_model
+from trainwright.distillation.teacher_runner import (
+    compared_shape,
+    load_teacher,
+    output_signature,
+    teacher_inference_model,
+)
 from trainwright.inference.batch_inference import PredictionRequest, prediction_request, run_request
 from trainwright.inference.inference_model import InferenceModel
-from trainwright.inference.prediction_files import SAMPLE
+from trainwright.inference.prediction_worker import SAMPLE
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
 
@@ -72,10 +76,10 @@ def stored_targets(
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
     request = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows)
-    done = run_request(
-        _with_deadline(request, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, verbose=verbose,
-        note=note,
-    )  # fmt: skip
+    if hang_deadline_s is not None:
+        job = request.subject.job.replace(hang_deadline_s=hang_deadline_s)
+        request = replace(request, subject=replace(request.subject, job=job))
+    done = run_request(request, workers=workers, batch_size=teacher.batch_size, verbose=verbose, note=note)
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
@@ -92,14 +96,6 @@ def _target_request(
     return prediction_request(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes
     )
-
-
-def _with_deadline(request: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
-    """Return the request with its own deadline."""
-    if hang_deadline_s is None:
-        return request
-    job = request.subject.job.replace(hang_deadline_s=hang_deadline_s)
-    return replace(request, subject=replace(request.subject, job=job))
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:

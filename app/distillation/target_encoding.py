@@ -28,15 +28,10 @@ _SMALL = 1 << 16  # classes that fit two bytes
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEncoding:
-    """How outputs are stored.
+    """How outputs are stored."""
 
-    Attributes:
-        bits: of each number, 32 or 16.
-        largest: number of logits that are stored of the last axis; None for all.
-    """
-
-    bits: int = 16
-    largest: int | None = None
+    bits: int = 16  # of each number, 32 or 16
+    largest: int | None = None  # number of logits that are stored of the last axis; None for all
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -7,24 +7,15 @@ them in each epoch. A run that continues keeps its way.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from trainwright.core import formatting
 from trainwright.core.errors import JobError, PlanError, TrainwrightError
-from trainwright.distillation.distillation_job import (
-    build_loss,
-    check_actor_resources,
-    check_compatibility,
-    load_teachers,
-    student_builder,
-    teachers_with_layers,
-    with_teacher_actors,
-)
+from trainwright.distillation.distillation_job import LoadedDistillation, check_actor_resources
 from trainwright.distillation.distillation_spec import Delivery, Distillation, Teacher
 from trainwright.distillation.target_cache import check_repeated_inputs, count_missing_rows, stored_bytes
-from trainwright.distillation.teacher_runner import TeacherRunner
 from trainwright.inference.inference_model import single_replica, trained_plan
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import reserve_for_transforms
@@ -128,50 +119,33 @@ def _check_trained(teachers: Sequence[Teacher]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryPlans:
-    """The students' plan under each way to run their teachers, on one cluster.
+    """The students' plan under each way to run their teachers, on one cluster."""
 
-    Attributes:
-        distillation: what is planned.
-        teachers: its teachers, with the layers that are matched.
-        runners: the runner of each teacher, by name.
-        job: the student's job, with the model of all students.
-        profile: cost of that model.
-        guests: cost of each teacher's model.
-        index: of the training set.
-        cluster: the resources.
-        missing: rows without stored targets, over teachers and data sets; None if targets cannot be stored.
-        unstorable: why targets cannot be stored; empty if they can.
-    """
-
-    distillation: Distillation
-    teachers: tuple[Teacher, ...]
-    runners: Mapping[str, TeacherRunner]
-    job: Job
-    profile: ModelProfile
-    guests: tuple[ModelProfile, ...]
-    index: Index
+    loaded: LoadedDistillation  # what is planned, with its teachers
+    job: Job  # the student's job, with the model of all students
+    profile: ModelProfile  # cost of that model
+    guests: tuple[ModelProfile, ...]  # cost of each teacher's model
+    index: Index  # of the training set
     cluster: Cluster
-    missing: int | None
-    unstorable: str = ""
+    missing: int | None  # rows without stored targets, over teachers and data sets; None if targets cannot be stored
+    unstorable: str = ""  # why targets cannot be stored; empty if they can
 
     @classmethod
     def of(cls, distillation: Distillation, cluster: Cluster) -> Self:
         """Profile the models and look for stored targets. Raises TrainwrightError for a problem of every way."""
-        teachers, job = teachers_with_layers(distillation), distillation.student
-        runners = load_teachers(teachers)
-        loss = build_loss(distillation.replace(way="offline"), teachers, runners)
-        job, index = job.replace(model=student_builder(distillation, loss)), job.train.index()
-        check_compatibility(distillation, loss, teachers, runners)
-        guests = [profile_job(teacher.inference_job(job.train), job.train, index) for teacher in teachers]
+        loaded, job = LoadedDistillation.of(distillation, "offline"), distillation.student
+        loaded.check()
+        job, index = job.replace(model=loaded.model), job.train.index()
+        guests = [profile_job(teacher.inference_job(job.train), job.train, index) for teacher in loaded.teachers]
         missing: int | None = None
         unstorable = ""
         try:
-            missing = count_missing_rows(teachers, job, folder=distillation.folder, keep=distillation.keep)
+            missing = count_missing_rows(loaded.teachers, job, folder=distillation.folder, keep=distillation.keep)
         except TrainwrightError as error:
             unstorable = _reason_of(error)
         return cls(
-            distillation=distillation, teachers=teachers, runners=runners, job=job, index=index, cluster=cluster,
-            profile=profile_job(job, job.train, index), guests=tuple(guests), missing=missing, unstorable=unstorable,
+            loaded=loaded, job=job, index=index, cluster=cluster, profile=profile_job(job, job.train, index),
+            guests=tuple(guests), missing=missing, unstorable=unstorable,
         )  # fmt: skip
 
     def choose(self) -> tuple[Delivery, Decision, tuple[str, ...]]:
@@ -201,7 +175,7 @@ class DeliveryPlans:
         elif not against:
             size, passes = formatting.size(self._stored_bytes()), f"{self._passes():.3g}"
             yield "offline", f"they compute each row once for {passes} passes over the data, and {size} are stored"
-        if self.distillation.gpus:
+        if self.loaded.asked.gpus:
             yield "online", "gpus= reserves accelerators for them"
         yield "inline", f"{against or 'their outputs cannot be stored'}, and they fit beside the student"
         yield "online", f"{against or 'their outputs cannot be stored'}, and an actor can hold each"
@@ -222,7 +196,7 @@ class DeliveryPlans:
         return job.epochs * (job.data.epoch_samples or self.index.rows) / max(self.index.rows, 1)
 
     def _stored_bytes(self) -> float:
-        return float(stored_bytes(self.teachers, self.job.train, self.index, keep=self.distillation.keep))
+        return float(stored_bytes(self.loaded.teachers, self.job.train, self.index, keep=self.loaded.asked.keep))
 
     def plan(self, way: Delivery) -> Decision:
         """Return the students' plan under a way. Raises TrainwrightError if the way is not possible."""
@@ -236,20 +210,19 @@ class DeliveryPlans:
             raise JobError([self.unstorable])
         for data in (job.train, job.evaluate):
             if data is not None:
-                check_repeated_inputs(data, self.teachers)
+                check_repeated_inputs(data, self.loaded.teachers)
         return self._planned(self.profile, job.train)
 
     def _plan_inline(self) -> Decision:
-        inline = self.distillation.replace(way="inline")
-        loss = build_loss(inline, self.teachers, self.runners)
-        check_compatibility(inline, loss, self.teachers, self.runners)
-        job = self.job.replace(loss=loss, targets=loss.targets, metrics={})
+        inline = self.loaded.under("inline")
+        inline.check()
+        job = self.job.replace(loss=inline.loss, targets=inline.loss.targets, metrics={})
         return self._planned(profile_job(job, job.train, self.index), job.train)
 
     def _plan_online(self) -> Decision:
-        if not self.distillation.cpus and not self.distillation.gpus:
+        if not self.loaded.asked.cpus and not self.loaded.asked.gpus:
             raise JobError(["cpus=0 and gpus=0 leave an actor of a teacher nothing to run on"])
-        data = with_teacher_actors(self.job.train, self.distillation, self.runners)
+        data = self.loaded.with_actors(self.job.train)
         decision = self._planned(self.profile, data)
         check_actor_resources(data, self.index, self.job, decision.chosen, self.cluster)
         self._check_actor_memory(decision)
@@ -263,8 +236,8 @@ class DeliveryPlans:
 
     def _check_actor_memory(self, decision: Decision) -> None:
         """Raise JobError if one actor cannot hold a teacher."""
-        usable = USABLE * estimate_of(decision.chosen).device_memory_bytes * min(self.distillation.gpus, 1.0)
-        for teacher, guest in zip(self.teachers, self.guests, strict=True):
+        usable = USABLE * estimate_of(decision.chosen).device_memory_bytes * min(self.loaded.asked.gpus, 1.0)
+        for teacher, guest in zip(self.loaded.teachers, self.guests, strict=True):
             plan = trained_plan(teacher.job) if teacher.job is not None else None
             workers = single_replica(plan).workers if plan is not None else 1
             if workers > 1:

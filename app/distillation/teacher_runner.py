@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,24 +19,23 @@ import numpy as np
 from trainwright.core import random_state
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns
-from trainwright.core.errors import JobError
-from trainwright.core.job import ColumnNames
+from trainwright.core.errors import CheckpointError, JobError, StorageError
+from trainwright.core.job import ColumnNames, Job
 from trainwright.core.model_profile import ModelProfile
-from trainwright.datasets.data_source import TableSource
+from trainwright.datasets.data_source import Index, TableSource
 from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.distillation.distillation_spec import Teacher
-from trainwright.distillation.teacher_model import (
-    TeacherModelBuilder,
-    frozen_optimizer,
-    local_weights,
-    teacher_backend_of,
-)
-from trainwright.inference.inference_model import InferenceModel, no_loss
+from trainwright.inference.inference_model import InferenceModel, frozen_optimizer, no_loss
 from trainwright.inference.prediction_worker import CheckpointWeights, OutputFunction, local_outputs
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import build_model, profile_job, profiler_of
 from trainwright.storage.checkpoints import find_checkpoint
-from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
+from trainwright.storage.object_store import open_store
+from trainwright.strategies.distillation.layer_match import Shape
+from trainwright.strategies.distillation.multi_student import model_backend
+from trainwright.strategies.distillation.teacher_outputs import LOGITS, TeacherOutputs, log_odds
+
+_log = logging.getLogger(__name__)
 
 
 def load_teacher(teacher: Teacher) -> TeacherRunner:
@@ -46,10 +50,10 @@ def load_teacher(teacher: Teacher) -> TeacherRunner:
         weights = CheckpointWeights(runs=runs, run=teacher.job.name, checkpoint=checkpoint)
         return TeacherRunner(teacher=teacher, sha256=checkpoint.manifest_sha256, weights=weights)
     if teacher.weights is not None:
-        with local_weights(teacher.weights) as (_, sha256):
+        with _local_weights(teacher.weights) as (_, sha256):
             return TeacherRunner(teacher=teacher, sha256=sha256)
     assert teacher.model is not None, "a teacher has a job or a model"
-    first, second = (teacher_backend_of(model).digest(model) for model in (teacher.model(), teacher.model()))
+    first, second = (model_backend(model).digest(model) for model in (teacher.model(), teacher.model()))
     if first != second:
         problem = "model() has other weights each time: seed it, or give weights="
         raise JobError([problem], where=repr(teacher))
@@ -75,13 +79,13 @@ def teacher_inference_model(runner: TeacherRunner, data: Dataset) -> InferenceMo
     )
 
 
-def _builder(runner: TeacherRunner, layers: Mapping[str, str]) -> TeacherModelBuilder:
+def _builder(runner: TeacherRunner, layers: Mapping[str, str]) -> _TeacherModelBuilder:
     """Return the builder of a teacher's model with its weights."""
     teacher = runner.teacher
     build = teacher.model if teacher.job is None else teacher.job.model
     assert build is not None, "a teacher has a job or a model"
     file = teacher.weights or ""
-    return TeacherModelBuilder(build=build, weights=runner.weights, file=file, sha256=runner.sha256, layers=layers)
+    return _TeacherModelBuilder(build=build, weights=runner.weights, file=file, sha256=runner.sha256, layers=layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +93,11 @@ class TeacherRunner:
     """Runs a teacher of any framework: takes and returns arrays. Can be pickled.
 
     The model is built at the first call, once in a process, on the GPU that the process may use, or on the CPU.
-
-    Attributes:
-        teacher: to run.
-        sha256: of its weights, or of the manifest of its run's checkpoint.
-        weights: of its run; None without a run.
     """
 
-    teacher: Teacher
-    sha256: str
-    weights: CheckpointWeights | None = None
+    teacher: Teacher  # to run
+    sha256: str  # of its weights, or of the manifest of its run's checkpoint
+    weights: CheckpointWeights | None = None  # of its run; None without a run
 
     @property
     def name(self) -> str:
@@ -130,7 +129,7 @@ class TeacherRunner:
         """
         with random_state.preserve_generators():
             model = _builder(self, {})()
-            return teacher_backend_of(model).inside(model, self.teacher.lesson)
+            return model_backend(model).inside(model, self.teacher.lesson)
 
     def profile(self, sample: Columns) -> ModelProfile:
         """Return the model's cost, given columns of a row that have `wanted`. Raises UserCodeError, JobError."""
@@ -222,3 +221,99 @@ def _here() -> Cluster:
     cpus = int(threads) if threads.isdecimal() else os.cpu_count() or 1
     node = Node(name="here", cpus=cpus, memory_bytes=0)
     return Cluster(nodes=(replace(node, accelerators=1, accelerator="GPU") if gpus else node,))
+
+
+# --- The model of a teacher with its weights and hidden layers, and what a model returns ------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TeacherModelBuilder:
+    """() -> a teacher's model with its weights, which also returns some hidden layers."""
+
+    build: Callable[[], Any]  # () -> the model
+    weights: CheckpointWeights | None = None  # of a checkpoint; None for none
+    file: str = ""  # of weights; empty for none
+    sha256: str = ""  # of that file
+    layers: Mapping[str, str]  # of each further output
+    run: bool = False  # an engine loads the weights, and needs the model as it was trained
+
+    def __call__(self) -> Any:
+        """Raises CheckpointError if the weights do not fit, JobError if a layer does not exist."""
+        model = self.build()
+        teaching = model_backend(model)
+        if self.weights is not None:
+            profiler_of(model).take_weights(model, self.weights.reader())
+        if self.file:
+            with _local_weights(self.file, self.sha256) as (path, _):
+                teaching.take_file(model, path)
+        return teaching.tap(model if self.run else teaching.thawed(model), self.layers)
+
+
+@contextmanager
+def _local_weights(uri: str, sha256: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of a file of weights on this machine, and its SHA-256.
+
+    Raises:
+        CheckpointError: it does not exist, or has another checksum.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(uri)
+        if "://" in uri:
+            place, _, name = uri.rpartition("/")
+            path = Path(folder) / name
+            try:
+                path.write_bytes(open_store(place).get(name))
+            except StorageError as error:
+                raise _unread(uri, f"cannot be read: {error.what}") from error
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise _unread(uri, f"cannot be read: {error.strerror}") from error
+        if sha256 and found != sha256:
+            raise _unread(uri, "has changed since it was first read")
+        yield str(path), found
+
+
+def _unread(uri: str, what: str) -> CheckpointError:
+    remedy = "give the file that tw.export wrote, where every node sees it"
+    return CheckpointError(f"the file of weights {what}", where=uri, remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSignature:
+    """The outputs of a model, known before anything is computed."""
+
+    framework: str  # name for messages
+    looks: bool  # whether its steps can check values, and refuse wrong teacher outputs
+    shapes: Mapping[str, Shape]  # of its outputs, by name; empty if they are unknown
+
+
+def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = None) -> OutputSignature:
+    """Return the signature of a job's model, from the first row of its training set.
+
+    Args:
+        index: of `job.train`.
+        layers: further outputs, and the layer that each holds.
+
+    Raises:
+        UserCodeError, JobError: the model cannot be built, or has no such layer.
+        DataError: a column is missing.
+    """
+    with random_state.preserve_generators():
+        model = build_model(job.model)
+        teaching = model_backend(model)
+        sample = job.data.collation(first_batch(job.train, index, job.columns))
+        tapped = teaching.tap(model, layers or {})
+        try:
+            shapes = teaching.shapes(tapped, sample, job.arguments, job.keywords)
+        except Exception as error:  # it needs values, or takes no single row
+            _log.info("the outputs of model() are not known before it runs: %s: %s", type(error).__name__, error)
+            shapes = {}
+    return OutputSignature(framework=teaching.FRAMEWORK, looks=teaching.LOOKS, shapes=shapes)
+
+
+def compared_shape(shapes: Mapping[str, Shape], name: str) -> Shape | None:
+    """Return the shape of the named output; by default of the only one, or the logits. None if unknown."""
+    wanted = name or (LOGITS if LOGITS in shapes or len(shapes) != 1 else next(iter(shapes)))
+    return shapes.get(wanted)

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
 from trainwright.distillation.distillation_job import composed_model
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
-from trainwright.distillation.teacher_model import teacher_backend_of
 from trainwright.inference import batch_inference, run_inference
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import profiler_of
 from trainwright.runtime import run_handle
 from trainwright.storage.checkpoints import find_checkpoint
-from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
+from trainwright.strategies.distillation.multi_student import StudentModels, model_backend, unwrap_student
 
 if TYPE_CHECKING:
     from trainwright.datasets import Dataset
-
-
-class _Stages(Protocol):
-    """A recipe of several distillations. The last one has the students."""
-
-    def last(self) -> Distillation:
-        """Return the last stage. Raises CheckpointError if earlier ones are not finished."""
+    from trainwright.distillation.multi_stage import MultiStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +54,7 @@ class Student:
         return batch_inference.predict(self.job, data, to=to, keep=keep, **options)
 
 
-def students(distillation: Distillation | _Stages) -> dict[str, Student]:
+def students(distillation: Distillation | MultiStage) -> dict[str, Student]:
     """Return the students of a distillation that was trained before, by name. Nothing is trained.
 
     The students of a recipe are those of its last stage.
@@ -76,12 +69,7 @@ def students(distillation: Distillation | _Stages) -> dict[str, Student]:
 
 
 def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
-    """Return the students of a distillation, each with its own job.
-
-    Args:
-        distillation: names the students.
-        job: the job that was trained: see `compose_job`.
-    """
+    """Return the students of a distillation, each with its own job; `job` is the one that was trained."""
     model = job.model
     models = {name: model.alone(name) if isinstance(model, StudentModels) else model for name in distillation.names}
     return {name: Student(name=name, job=distillation.student.replace(model=each)) for name, each in models.items()}
@@ -106,7 +94,7 @@ class _TrainedStudentBuilder:
     def __call__(self) -> Any:
         """Raises CheckpointError if the weights cannot be read, or do not fit."""
         model = self.build()
-        if not teacher_backend_of(model).outlined(model):
+        if not model_backend(model).outlined(model):
             profiler_of(model).take_weights(model, self.weights.reader())
         return unwrap_student(model)
 

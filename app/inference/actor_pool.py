@@ -7,7 +7,8 @@ the store (`trainwright.storage.object_store`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
-from trainwright.inference.prediction_files import Range, RangeQueue, check_schema
 from trainwright.inference.prediction_worker import (
     PredictorConfig,
     PredictorProcess,
+    Range,
     StoredPart,
+    check_schema,
     device_options,
     located_error,
 )
@@ -30,37 +32,77 @@ _MAX_FAILED_STARTS = 3  # processes in a row that may end before they are ready
 _START_S = 600.0  # to import the framework and load a checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolTimeouts:
-    """How long the pool waits.
+class RangeQueue:
+    """The ranges that wait for a worker.
 
-    Attributes:
-        place_s: for the cluster to start a process.
-        hang_s: for the next batch of a range, and for storing a part.
+    Args:
+        ranges: to be computed, in order.
+        attempts: workers that may be lost with one range before all is given up.
     """
 
-    place_s: float
-    hang_s: float
+    def __init__(self, ranges: Iterable[Range], attempts: int) -> None:
+        self._waiting = deque(ranges)
+        self._attempts = attempts
+        self._out: set[Range] = set()
+        self._lost: dict[Range, list[str]] = {}
+
+    @property
+    def open(self) -> int:
+        """Ranges that are not done."""
+        return len(self._waiting) + len(self._out)
+
+    def take(self) -> Range | None:
+        """Return the next range to compute; None while workers have all."""
+        if not self._waiting:
+            return None
+        part = self._waiting.popleft()
+        self._out.add(part)
+        return part
+
+    def done(self, part: Range) -> None:
+        """Mark a range as computed and stored."""
+        self._out.remove(part)
+
+    def losses(self, part: Range) -> int:
+        """Return how often a worker was lost with a range."""
+        return len(self._lost.get(part, ()))
+
+    def lost(self, part: Range, node: str, error: TrainwrightError) -> None:
+        """Put a range whose worker was lost, or could not store it, at the front of the queue.
+
+        Raises:
+            WorkerLost: that happened too often with this range; names range and nodes. A StorageError as it is.
+        """
+        self._out.remove(part)
+        tries = self._lost.setdefault(part, [])
+        tries.append(node)
+        if len(tries) < self._attempts:
+            self._waiting.appendleft(part)
+            return
+        if isinstance(error, StorageError):
+            raise error
+        look = "at these rows and at the memory of the nodes, or set a smaller batch_size"
+        if isinstance(error, HangError):
+            look = "for a deadlock in the model or the transforms of the data, or raise hang_deadline_s"
+        raise WorkerLost(
+            f"{part} were given up: {len(tries)} workers were lost with them, the last because {error.what}",
+            where=f"{part}; on {', '.join(tries)}",
+            remedy=f"look {look}; the parts that are done stay, and the same call goes on from them",
+            detail=error.detail,
+        )
 
 
 @dataclass(kw_only=True, eq=False)
 class _PoolActor:
-    """One actor, and what it computes.
-
-    Attributes:
-        phase: `placing`, `loading`, `idle` or `busy`.
-        answer: reference to the next answer, or the generator of a range's answers.
-        part: the range that it computes.
-        rows: of the range that are computed.
-        silence: time since its last answer.
-    """
+    """One actor, and what it computes."""
 
     actor: Any
-    phase: str = "placing"
-    answer: Any = None
+    phase: str = "placing"  # `placing`, `loading`, `idle` or `busy`
+    answer: Any = None  # reference to the next answer, or the generator of a range's answers
     node: str = "a node that is not known yet"
-    part: Range | None = None
-    rows: int = 0
+    part: Range | None = None  # the range that it computes
+    rows: int = 0  # of the range that are computed
+    # time since its last answer
     silence: SilenceTimer = field(default_factory=lambda: SilenceTimer(looked_s=time.monotonic()))
 
     @property
@@ -75,8 +117,10 @@ class PredictorPool:
     Args:
         order: configuration of each process.
         size: processes at most.
-        work: the ranges.
-        timeouts: how long to wait for answers.
+        ranges: to be computed, in order.
+        attempts: workers that may be lost with one range before all is given up.
+        place_s: longest time for the cluster to start a process.
+        hang_s: longest time for the next batch of a range, and for storing a part.
         schema: types by column name of parts that are there already; empty when there are none.
         on_rows: told how many rows were computed, or are lost again (negative).
         on_note: told what went wrong and was mended.
@@ -86,19 +130,22 @@ class PredictorPool:
         self,
         order: PredictorConfig,
         size: int,
-        work: RangeQueue,
-        timeouts: PoolTimeouts,
+        ranges: Iterable[Range],
         *,
+        attempts: int,
+        place_s: float,
+        hang_s: float,
         schema: Mapping[str, str],
         on_rows: Callable[[int], object],
         on_note: Callable[[str], object],
     ) -> None:
-        self._order, self._size, self._work, self._timeouts = ray.put(order), size, work, timeouts
+        self._order, self._size, self._work = ray.put(order), size, RangeQueue(ranges, attempts)
+        self._place_s, self._hang_s = place_s, hang_s
         self._schema, self._on_rows, self._on_note = schema, on_rows, on_note
         options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
         self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
         self._members: list[_PoolActor] = []
-        self._durations = BatchDurations(most_s=timeouts.hang_s)
+        self._durations = BatchDurations(most_s=hang_s)
         self._failed_starts = 0
 
     def run(self) -> None:
@@ -151,8 +198,8 @@ class PredictorPool:
     def _limit_s(self, member: _PoolActor) -> float:
         if member.computing is not None:
             return self._durations.limit_s(self._work.losses(member.computing))
-        limits = {"placing": self._timeouts.place_s, "loading": max(_START_S, self._timeouts.hang_s)}
-        return limits.get(member.phase, self._timeouts.hang_s)
+        limits = {"placing": self._place_s, "loading": max(_START_S, self._hang_s)}
+        return limits.get(member.phase, self._hang_s)
 
     def _handle_answer(self, member: _PoolActor) -> None:
         """Handle one answer."""

@@ -1,36 +1,53 @@
-"""Predict with a trained run: check the request, find the parts that exist, and compute the rest on workers."""
+"""Predict with a trained run: check the request, find the parts that exist, and compute the rest on workers.
+
+    <to>/_PREDICTIONS.json                                  the request; a different one is refused
+    <to>/part-000000000000-000000001024.parquet             rows 0 to 1023, complete or missing
+
+Names sort in the order of the samples.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import pyarrow.parquet as pq
 
 from trainwright.core import formatting
-from trainwright.core.errors import DataError, JobError, StorageError
-from trainwright.core.job import Job
-from trainwright.core.plan import Plan
-from trainwright.datasets.data_source import Index
+from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
 from trainwright.datasets.dataset import Dataset, parquet
+from trainwright.datasets.sample_order import Lanes
 from trainwright.inference.inference_model import InferenceModel, inference_layout, trained_inference_model
-from trainwright.inference.prediction_files import (
-    MANIFEST,
-    PredictionManifest,
+from trainwright.inference.prediction_worker import (
+    OutputTransform,
+    Predictor,
+    PredictorConfig,
     Range,
-    RangeQueue,
+    StoredPart,
     check_schema,
-    default_range_rows,
-    is_part_name,
-    missing_ranges,
-    split_ranges,
 )
-from trainwright.inference.prediction_worker import OutputTransform, Predictor, PredictorConfig, StoredPart
+from trainwright.planning.job_description import description_changes
+from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import RowProgress
 from trainwright.storage.object_store import Store, open_store
 from trainwright.worker.worker_config import pickle_job
 
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.core.plan import Plan
+    from trainwright.datasets.data_source import Index
+
+MANIFEST = "_PREDICTIONS.json"
+_FORMAT = 1
+_PART = re.compile(r"part-(\d{12})-(\d{12})\.parquet")
+_RANGE_BYTES, _RANGE_ROWS = 64 << 20, (256, 1 << 16)
+_FEW_RANGES = 64  # of a small data set, so that many workers have something to do
 ATTEMPTS = 3  # workers that may be lost with one range
 _HANG_S = 300.0  # for the next batch of a range, by default
 _BATCH_ROWS = 1024  # where the job's global batch is larger
@@ -67,25 +84,15 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """A request for predictions, checked as far as is possible without a cluster.
+    """A request for predictions, checked as far as is possible without a cluster."""
 
-    Attributes:
-        subject: the model and its data set.
-        index: of the data set.
-        folder: where the parts go.
-        manifest: to be stored there.
-        form: in which outputs are written; None writes them as they are.
-        ranges: all ranges of rows.
-        waiting: the ranges without a part.
-    """
-
-    subject: InferenceModel
-    index: Index
-    folder: Store
-    manifest: PredictionManifest
-    form: OutputTransform | None
-    ranges: tuple[Range, ...]
-    waiting: tuple[Range, ...]
+    subject: InferenceModel  # the model and its data set
+    index: Index  # of the data set
+    folder: Store  # where the parts go
+    manifest: PredictionManifest  # to be stored there
+    form: OutputTransform | None  # in which outputs are written; None writes them as they are
+    ranges: tuple[Range, ...]  # all ranges of rows
+    waiting: tuple[Range, ...]  # the ranges without a part
 
 
 def predict(
@@ -103,7 +110,10 @@ def predict(
     verbose: bool = False,
 ) -> Prediction:
     """See `trainwright.api.predict`."""
-    _check_numbers(workers=workers, batch_size=batch_size, range_rows=range_rows)
+    numbers = {"workers": workers, "batch_size": batch_size, "range_rows": range_rows}
+    problems = [f"{name}={value}: use 1 or more" for name, value in numbers.items() if value is not None and value < 1]
+    if problems:
+        raise JobError(problems)
     subject = trained_inference_model(job, _dataset(job, data), step)
     question = prediction_request(
         subject, to=to, columns=tuple(columns or ()), keep=tuple(keep), range_rows=range_rows, fresh=fresh
@@ -185,8 +195,6 @@ def run_request(
         DataError: an existing part is damaged; names it.
         TrainwrightError: as `trainwright.api.predict`.
     """
-    from trainwright.ray_cluster.discovery import connect, discover
-
     _check_parts(question)
     if question.waiting:
         job = question.subject.job
@@ -232,12 +240,6 @@ def _dataset(job: Job, data: Any) -> Dataset:
     return dataset
 
 
-def _check_numbers(**numbers: int | None) -> None:
-    problems = [f"{name}={value}: use 1 or more" for name, value in numbers.items() if value is not None and value < 1]
-    if problems:
-        raise JobError(problems)
-
-
 def _check_parts(question: PredictionRequest) -> None:
     """Raise DataError for a part that is not complete, or has other rows than its name says."""
     rows = {part.name: part.rows for part in question.ranges if part not in set(question.waiting)}
@@ -266,35 +268,21 @@ def _waiting(ranges: tuple[Range, ...], folder: Store, *, known: bool, fresh: bo
 
 
 def _order(question: PredictionRequest, job: Job, plan: Plan, batch_size: int) -> PredictorConfig:
+    weights = None if job is question.subject.single_process_job else question.subject.weights
     return PredictorConfig(
-        job=pickle_job(job),
-        plan=plan,
-        index=question.index,
-        weights=None if job is question.subject.single_process_job else question.subject.weights,
-        folder=question.folder,
-        outputs=question.manifest.columns,
-        keep=question.manifest.keep,
-        batch_size=batch_size,
-        form=question.form,
+        job=pickle_job(job), plan=plan, index=question.index, weights=weights, folder=question.folder,
+        outputs=question.manifest.columns, keep=question.manifest.keep, batch_size=batch_size, form=question.form,
         base=question.subject.base,
-    )
+    )  # fmt: skip
 
 
 def _compute(
-    question: PredictionRequest,
-    order: PredictorConfig,
-    size: int,
-    meter: RowProgress,
-    note: Callable[[str], object],
+    question: PredictionRequest, order: PredictorConfig, size: int, meter: RowProgress, note: Callable[[str], object]
 ) -> None:
     """Compute missing ranges on a pool of workers that each hold the whole model."""
-    from trainwright.inference.actor_pool import PoolTimeouts, PredictorPool
-    from trainwright.ray_cluster.discovery import discover
+    from trainwright.inference.actor_pool import PredictorPool
 
     job, placement = question.subject.job, order.plan.placement
-    timeouts = PoolTimeouts(
-        place_s=job.start_deadline_s(discover(possible=True)), hang_s=job.recovery.hang_deadline_s or _HANG_S
-    )
     device = placement.accelerator or f"CPU, {formatting.count(placement.threads, 'thread')} each"
     meter.note(
         f"{question.manifest.who}: {formatting.count(len(question.waiting), 'part')} of "
@@ -305,8 +293,11 @@ def _compute(
         meter.note(text)
         note(text)
 
-    work, schema = RangeQueue(question.waiting, ATTEMPTS), _schema(question)
-    PredictorPool(order, size, work, timeouts, schema=schema, on_rows=meter.add, on_note=mended).run()
+    PredictorPool(
+        order, size, question.waiting, attempts=ATTEMPTS, schema=_schema(question), on_rows=meter.add,
+        on_note=mended,
+        place_s=job.start_deadline_s(discover(possible=True)), hang_s=job.recovery.hang_deadline_s or _HANG_S,
+    ).run()  # fmt: skip
 
 
 def _compute_together(question: PredictionRequest, order: PredictorConfig, meter: RowProgress) -> None:
@@ -316,15 +307,9 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
     schema, subject, weights = _schema(question), question.subject, question.subject.weights
     store, checkpoint = (weights.runs, weights.checkpoint) if weights else (question.folder, None)
     with ShardedModel(
-        subject.job,
-        order.plan,
-        store,
-        checkpoint,
-        train=question.index,
-        outputs=order.outputs,
-        base=subject.base,
+        subject.job, order.plan, store, checkpoint, train=question.index, outputs=order.outputs, base=subject.base,
         note=meter.note,
-    ) as ranks:
+    ) as ranks:  # fmt: skip
         predictor = Predictor(order, lambda batch: ranks.predict(batch.columns))
         for part in question.waiting:
             for answer in predictor.compute(part):
@@ -337,8 +322,6 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
 
 def _schema(question: PredictionRequest) -> dict[str, str]:
     """Return types by column name of the existing parts."""
-    import pyarrow.parquet as pq
-
     there = [part for part in question.ranges if part not in set(question.waiting)]
     if not there:
         return {}
@@ -357,10 +340,116 @@ def _finished(question: PredictionRequest) -> Prediction:
             remedy="give a folder that all nodes share, or s3://, gs:// or az://",
         )
     return Prediction(
-        uri=folder.uri,
-        rows=question.index.rows,
-        parts=len(question.ranges),
-        computed=len(question.waiting),
-        run=question.manifest.run,
-        step=question.manifest.step,
-    )
+        uri=folder.uri, rows=question.index.rows, parts=len(question.ranges), computed=len(question.waiting),
+        run=question.manifest.run, step=question.manifest.step,
+    )  # fmt: skip
+
+
+# --- The ranges of a data set and their parts -------------------------------------------------------------------------
+
+
+def default_range_rows(index: Index, row_bytes: int = 0) -> int:
+    """Return the default rows of a range. It depends on nothing that changes, so that a later call divides equally.
+
+    Args:
+        index: of the data set.
+        row_bytes: of what is written for a row, where that may be much; a worker holds those of a range.
+    """
+    least, most = _RANGE_ROWS
+    fitting = min(_RANGE_BYTES // max(index.row_bytes, row_bytes, 1), most, -(-index.rows // _FEW_RANGES))
+    return max(fitting, min(least, max(_RANGE_BYTES // max(row_bytes, 1), 1)))
+
+
+def split_ranges(index: Index, rows: int) -> tuple[Range, ...]:
+    """Return all ranges of a data set, in order: small row groups are joined up to `rows`, others split."""
+    edges = Lanes(rows=index.rows, count=1, window=rows, groups=index.firsts).edges.tolist()
+    return tuple(Range(start=start, stop=stop) for start, stop in pairwise(edges))
+
+
+def missing_ranges(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple[Range, ...]:
+    """Return the ranges without a part.
+
+    Raises:
+        RunConflict: a file is none of ours, and would be read as a part.
+    """
+    expected = {part.name for part in ranges}
+    found = {name for name in names if not any(item.startswith(("_", ".")) for item in name.split("/"))}
+    strange = sorted(found - expected)
+    if strange:
+        raise RunConflict(
+            f"the folder holds files that are no parts of these predictions, such as {strange[0]}",
+            where=folder,
+            remedy="give another folder"
+            + ("" if any(not is_part_name(name) for name in strange) else ", or fresh=True"),
+        )
+    return tuple(part for part in ranges if part.name not in found)
+
+
+def is_part_name(name: str) -> bool:
+    """Whether a file has the name of a part."""
+    return _PART.fullmatch(name) is not None
+
+
+# --- The manifest -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionManifest:
+    """The request that a folder belongs to. Two calls with equal manifests write the same parts."""
+
+    run: str  # name of the run that trained the model, or of what else predicts
+    checkpoint: str  # its folder within the run; empty where the weights are of none
+    checkpoint_sha256: str  # of the checkpoint's own manifest, or of the weights
+    step: int  # of the checkpoint
+    # the job's fields that say what is computed, in words (`describe`); `train` is the data set, with digests of its
+    # rows and transforms
+    job: Mapping[str, str]
+    data_sha256: str  # hash of the data set's index
+    rows: int  # of the data set
+    columns: tuple[str, ...]  # outputs asked for; empty for all
+    keep: tuple[str, ...]  # columns of the data set that are kept
+    range_rows: int  # rows of a range, at most
+    form: str = ""  # in which the outputs are kept; empty for as they are
+
+    @property
+    def who(self) -> str:
+        """The model, in words."""
+        return f"{self.run} at step {self.step:,}" if self.checkpoint else self.run
+
+    def encode(self) -> bytes:
+        """Return the manifest as it is stored."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Self:
+        """Return a stored manifest. Raises StorageError for anything else."""
+        try:
+            fields = json.loads(data)
+            if fields.pop("format") != _FORMAT:
+                raise ValueError("another version")
+            return cls(**{**fields, "columns": tuple(fields["columns"]), "keep": tuple(fields["keep"])})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StorageError(
+                f"the manifest cannot be read: {error}", where=where, remedy="give another folder, or fresh=True"
+            ) from error
+
+    def differences(self, asked: PredictionManifest) -> list[str]:
+        """Return lines with the differences of a new request."""
+        old, new = asdict(self), asdict(asked)
+        lines = [line.replace("train: ", "data: ", 1) for line in description_changes(old.pop("job"), new.pop("job"))]
+        for facts in (old, new):
+            facts.update({name: facts[name][:12] for name in ("data_sha256", "checkpoint_sha256")})
+        return lines + [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+
+    def check(self, asked: PredictionManifest, folder: str) -> None:
+        """Raise RunConflict, with the differences, where a new request is another one."""
+        lines = self.differences(asked)
+        if not lines:
+            return
+        again = f", or step={self.step} to go on with the same checkpoint" if asked.step != self.step else ""
+        listed = "".join(f"\n    {line}" for line in lines)
+        raise RunConflict(
+            f"the folder holds predictions of something else:{listed}\n ",
+            where=folder,
+            remedy=f"give another folder, or fresh=True to compute them again{again}",
+        )

@@ -18,8 +18,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset, transformed_fields
-from trainwright.inference.prediction_files import SAMPLE
-from trainwright.inference.prediction_worker import CheckpointWeights
+from trainwright.inference.prediction_worker import SAMPLE, CheckpointWeights
 from trainwright.planning.job_description import describe, select_fields
 from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
 from trainwright.planning.profiler import profile_job
@@ -30,6 +29,7 @@ from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import open_store
 from trainwright.storage.weight_files import base_weights
 from trainwright.strategies import STRATEGIES
+from trainwright.strategies.distillation.multi_student import model_backend
 from trainwright.strategies.search.plan_request import placement_for, worker_capacity
 
 _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")
@@ -37,24 +37,16 @@ _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "sc
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceModel:
-    """A model for inference with its data set.
+    """A model for inference with its data set."""
 
-    Attributes:
-        job: reads the data set as its `train`, and needs neither targets nor a loss.
-        weights: of the run's checkpoint; None where model() brings them.
-        sha256: of the checkpoint's manifest, or of the weights.
-        architecture: () -> the model with any weights, for planning and comparison.
-        single_process_job: job whose model() loads the checkpoint's weights itself; None where the engine loads them.
-        whole_model_reason: why no layout that divides the layers can run it; empty where such layouts can.
-        base: files of the parameters that the checkpoint does not hold; None where it holds all.
-    """
-
-    job: Job
-    weights: CheckpointWeights | None
-    sha256: str
-    architecture: Callable[[], Any]
+    job: Job  # reads the data set as its `train`, and needs neither targets nor a loss
+    weights: CheckpointWeights | None  # of the run's checkpoint; None where model() brings them
+    sha256: str  # of the checkpoint's manifest, or of the weights
+    architecture: Callable[[], Any]  # () -> the model with any weights, for planning and comparison
+    # job whose model() loads the checkpoint's weights itself; None where the engine loads them
     single_process_job: Job | None = None
-    whole_model_reason: str = ""
+    whole_model_reason: str = ""  # why no layout that divides the layers can run it; empty where such layouts can
+    # files of the parameters that the checkpoint does not hold; None where it holds all
     base: WeightSource | None = None
 
     @property
@@ -114,6 +106,12 @@ def inference_job(job: Job, data: Dataset) -> Job:
 def no_loss(outputs: Any, targets: Any) -> Any:
     """Loss of a model that is not trained."""
     raise AssertionError("nothing is trained")
+
+
+def frozen_optimizer(parameters: Any) -> Any:
+    """Return an optimizer for a model that is not trained, in the parameters' framework."""
+    found = list(parameters)
+    return model_backend(found[0]).still(found)
 
 
 # --- How workers hold a model that predicts ---------------------------------------------------------------------------

@@ -15,24 +15,49 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.engine import CheckpointRef, ModelSpec
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import first_batch
+from trainwright.datasets.formats.parquet_writer import tensor_column
 from trainwright.datasets.loading.batch_loader import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
 from trainwright.storage.object_store import Store
 from trainwright.strategies import single_rank_engine
 from trainwright.worker.worker_config import unpickle_job
+
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Range:
+    """Rows start..stop of a data set: the unit of work, and one part of the output."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+    @property
+    def name(self) -> str:
+        """Name of the part's file."""
+        return f"part-{self.start:012}-{self.stop:012}.parquet"
+
+    def __str__(self) -> str:
+        return f"rows {self.start:,} to {self.stop - 1:,}"
+
 
 OutputTransform = Callable[[Columns], Columns]
 """form(the model's outputs for some rows) -> the columns that are written."""
@@ -40,17 +65,11 @@ OutputTransform = Callable[[Columns], Columns]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWeights:
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        runs: store with the run.
-        run: its name.
-        checkpoint: the checkpoint.
-    """
-
-    runs: Store
-    run: str
-    checkpoint: CheckpointRef
+    runs: Store  # store with the run
+    run: str  # its name
+    checkpoint: CheckpointRef  # the checkpoint
 
     def __str__(self) -> str:
         return f"{self.run}, {self.checkpoint.path}"  # not the folder, which can differ
@@ -63,30 +82,18 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorConfig:
-    """What a new process needs to predict.
+    """What a new process needs to predict."""
 
-    Attributes:
-        job: the pickled job; its `train` is the data set to predict.
-        plan: of one rank.
-        index: of the data set.
-        weights: loaded into the model; None where model() brings them.
-        folder: where the parts go.
-        outputs: those wanted; empty for all.
-        keep: columns of the data set that go with them.
-        batch_size: rows given to the model at once.
-        form: in which the outputs are written; None writes them as they are.
-        base: files of the parameters that the checkpoint does not hold; None where it holds all.
-    """
-
-    job: bytes
-    plan: Plan
-    index: Index
-    weights: CheckpointWeights | None
-    folder: Store
-    outputs: tuple[str, ...]
-    keep: tuple[str, ...]
-    batch_size: int
-    form: OutputTransform | None = None
+    job: bytes  # the pickled job; its `train` is the data set to predict
+    plan: Plan  # of one rank
+    index: Index  # of the data set
+    weights: CheckpointWeights | None  # loaded into the model; None where model() brings them
+    folder: Store  # where the parts go
+    outputs: tuple[str, ...]  # those wanted; empty for all
+    keep: tuple[str, ...]  # columns of the data set that go with them
+    batch_size: int  # rows given to the model at once
+    form: OutputTransform | None = None  # in which the outputs are written; None writes them as they are
+    # files of the parameters that the checkpoint does not hold; None where it holds all
     base: WeightSource | None = None
 
 
@@ -123,9 +130,6 @@ def local_outputs(
 
 class Predictor:
     """Applies a model to ranges of a data set.
-
-    Args:
-        outputs: of the model.
 
     Raises:
         DataError: the source cannot be opened.
@@ -226,3 +230,66 @@ def device_options(plan: Plan) -> dict[str, Any]:
         return {"num_cpus": placement.cpus, "num_gpus": placement.accelerators}
     resources = {placement.accelerator: placement.accelerators} if placement.accelerator else {}
     return {"num_cpus": placement.cpus, "resources": resources}
+
+
+# --- The columns of a part --------------------------------------------------------------------------------------------
+
+
+def part_table(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
+    """A part: `sample` (int64, the row number), the columns kept, the outputs; (rows, ...) as fixed-shape tensors.
+
+    Raises:
+        JobError: two columns have one name, or an output is of a type that parquet has not.
+    """
+    taken = [name for name in outputs if name in kept or name == SAMPLE]
+    if taken:
+        raise JobError([f"the model's output {taken[0]!r} has the name of another column of the predictions"])
+    columns = {SAMPLE: pa.array(np.arange(part.start, part.stop, dtype=np.int64))}
+    for name, array in {**kept, **outputs}.items():
+        columns[name] = arrow_column(name, array)
+    return pa.table(columns)
+
+
+def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:
+    """Return an array (rows, *shape) as an Arrow column. Raises JobError where Arrow has no such type."""
+    try:
+        if array.ndim == 1:
+            return pa.array(array.tolist() if array.dtype == object and len(array) else array)
+        return tensor_column(array)
+    except (pa.ArrowException, TypeError) as error:
+        raise JobError([f"column {name!r} ({array.dtype}, shape {array.shape}) cannot be written: {error}"]) from error
+
+
+def concatenate_outputs(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]]:
+    """Return the outputs of a range's batches, concatenated.
+
+    Raises:
+        JobError: names, shapes or types differ between batches.
+    """
+    result: dict[str, npt.NDArray[Any]] = {}
+    for piece in pieces[1:]:
+        for name in piece.keys() ^ pieces[0].keys():
+            raise JobError([f"the model gave the output {name!r} for some batches only"], where=str(part))
+    for name in pieces[0]:
+        arrays = [piece[name] for piece in pieces]
+        shapes = sorted({array.shape[1:] for array in arrays})
+        if len(shapes) > 1:
+            raise JobError([_shape_mismatch(name, str(shapes[0]), str(shapes[-1]))], where=str(part))
+        result[name] = np.concatenate(arrays)
+    return result
+
+
+def check_schema(first: Mapping[str, str], found: Mapping[str, str], part: Range) -> None:
+    """Raise JobError where a part has other columns than the parts before it."""
+    for name in sorted({*first, *found}):
+        before, now = first.get(name, "missing"), found.get(name, "missing")
+        if before != now:
+            raise JobError([_shape_mismatch(name, before, now)], where=str(part))
+
+
+def _shape_mismatch(name: str, one: str, other: str) -> str:
+    """Return the error for outputs that cannot be columns of one table."""
+    return (
+        f"the output {name!r} is {one} for some rows and {other} for others: let the model give one shape for every "
+        "row, for instance by padding its inputs to one length with tw.Pad(length=...)"
+    )

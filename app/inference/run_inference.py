@@ -62,10 +62,8 @@ def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     engine = single_rank_engine(alone.model_spec(1, sample, weights=base_weights(job)), plan, guest=True)
     with_checkpoint(job, step, engine.load)
     stream = BatchLoader(
-        job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.training.seed, shuffle=False,
-        drop_last=False,
-        feeding=plan.feed_of(0), columns=job.columns,
-    )  # fmt: skip
+        job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, **job.ordering(evaluate=True)
+    )
     states = metric_states(job.metrics)
     sums = sum((engine.evaluate_step(feed, states) for feed in stream.feeds(0)), MetricSums())
     return compute_states(with_states(sums, states)).means()
@@ -93,17 +91,11 @@ _Ask = Callable[[Columns, int, Decoding], Sequence[Columns]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is sampled from logits.
+    """How the next token is sampled from logits."""
 
-    Attributes:
-        temperature: that they are divided by; 0 takes the likeliest.
-        top_k: of how many of the likeliest; by default of all.
-        seed: of the draws: the same gives the same text.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
+    temperature: float = 1.0  # that they are divided by; 0 takes the likeliest
+    top_k: int | None = None  # of how many of the likeliest; by default of all
+    seed: int = 0  # of the draws: the same gives the same text
 
     def problems(self) -> list[str]:
         """Return the problems of the fields."""

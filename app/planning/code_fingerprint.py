@@ -64,7 +64,7 @@ STORED_NAMES = {
     "distillation.distillation_spec.Teacher": "distilling.teachers.Teacher",
     "distillation.target_cache._TargetReader": "distilling.stored.Whole",
     "distillation.target_encoding.TargetEncoding": "distilling.forms.Form",
-    "distillation.teacher_model.TeacherModelBuilder": "distilling.taught.Taught",
+    "distillation.teacher_runner._TeacherModelBuilder": "distilling.taught.Taught",
     "distillation.teacher_runner.TeacherRunner": "distilling.teachers.Lecturer",
     "inference.prediction_worker.CheckpointWeights": "predictor.Weights",
     "lr_schedules": "schedules",

@@ -31,11 +31,11 @@ from trainwright.datasets.data_source import Arrays, Field, field_of, unique_nam
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import RandomAccessFile, changed_error
 from trainwright.datasets.formats.scanned_files import (
+    FileFormat,
     FileSurvey,
     GroupLocation,
     Offsets,
     RecordRange,
-    TextTraits,
     file_source,
     group_boundaries,
     null_error,
@@ -49,7 +49,7 @@ _PADDING_BYTES = 64  # that a writer may leave after the last message
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ArrowFormat:
+class _ArrowFormat(FileFormat):
     """Arrow IPC files and streams, compressed bodies and dictionaries included."""
 
     name = "Arrow"
@@ -70,12 +70,7 @@ class _ArrowFormat:
             traits=dict(zip(unique_names(schema.names, data.file), schema.types, strict=True)),
         )
 
-    def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """Return the type where both are the same."""
-        return one if one == other else None
-
     def field(self, trait: pa.DataType) -> Field:
-        """Return dtype and shape of the column."""
         return field_of(trait)
 
     def pack(self, trait: pa.DataType) -> str:
@@ -83,7 +78,6 @@ class _ArrowFormat:
         return b64encode(pa.schema([("", trait)]).serialize()).decode()
 
     def unpack(self, stored: Any) -> pa.DataType:
-        """The type of the only column."""
         return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True))).types[0]
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, pa.DataType], place: GroupLocation) -> Arrays:
@@ -134,13 +128,7 @@ def _first_batch_start(data: RandomAccessFile, start: int) -> int:
 
 
 def _record_batches(data: RandomAccessFile, start: int, first: int) -> list[RecordRange]:
-    """Return the bytes and rows of each record batch.
-
-    Args:
-        data: the file.
-        start: where the first message starts.
-        first: where the first record batch starts.
-    """
+    """Return the bytes and rows of each record batch."""
     stream, end = _FileStream(data, start), first
     options = pa.ipc.IpcReadOptions(included_fields=[0], use_threads=False)  # of the others no body is decompressed
     pieces: list[RecordRange] = []
@@ -243,22 +231,17 @@ _Features = Mapping[str, Any]
 
 
 class _FeatureTrait(NamedTuple):
-    """What a feature is in every row.
+    """What a feature is in every row."""
 
-    Attributes:
-        kind: bytes, float32 or int64.
-        length: how many values a row has; None where it differs between rows.
-    """
-
-    kind: str
-    length: int | None
+    kind: str  # bytes, float32 or int64
+    length: int | None  # how many values a row has; None where it differs between rows
 
     def __str__(self) -> str:
         return self.kind if self.length == 1 else f"list of {self.length or ''} {self.kind}".replace("  ", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TFRecordFormat:
+class _TFRecordFormat(FileFormat):
     """TFRecord files of tf.train.Example. Lists of one value are scalars; lists of one length have a fixed shape."""
 
     name = "TFRecord"
@@ -294,16 +277,13 @@ class _TFRecordFormat:
         return Field(np.dtype(object if plain else trait.kind), shape)
 
     def pack(self, trait: _FeatureTrait) -> list[Any]:
-        """Return kind and length."""
         return [*trait]
 
     def unpack(self, stored: Any) -> _FeatureTrait:
-        """Return the trait of a kind and a length."""
         kind, length = stored
         return _FeatureTrait(str(kind), None if length is None else int(length))
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, _FeatureTrait], place: GroupLocation) -> Arrays:
-        """Return the columns of one group."""
         records = _records(body, place)
         return {name: self._column(records, name, trait, place) for name, trait in traits.items()}
 
@@ -349,13 +329,7 @@ def _trait(feature: Any) -> _FeatureTrait | None:
 
 
 def _numbers(lists: Sequence[Any], kind: str, length: int) -> npt.NDArray[Any]:
-    """Return the values of number lists of one length: (lists * length,).
-
-    Args:
-        lists: messages FloatList or Int64List.
-        kind: float32 or int64.
-        length: of each list.
-    """
+    """Return the values of number lists of one length: (lists * length,)."""
     if kind == "float32" and length > 1:  # a serialized FloatList ends with its values as an array
         packed = b"".join(values.SerializeToString()[-4 * length :] for values in lists)
         return np.frombuffer(packed, "<f4").astype(np.float32)
@@ -435,7 +409,7 @@ _KEY = "__key__"
 _NAME = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]+)")
 _BLOCK = tarfile.BLOCKSIZE
 _BUFFER_BYTES = 4 << 20
-_DECODED = {"txt": "text", "cls": "class", "json": "json"}
+_DECODED = {"txt": "text", "cls": "class", "json": "json"}  # by the part of an extension behind its last dot
 
 
 class _Sample(NamedTuple):
@@ -448,7 +422,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TarFormat(TextTraits):
+class _TarFormat(FileFormat):
     """Tar files as WebDataset writes them. The key of a member is its path up to the first dot of its name."""
 
     name = "WebDataset"
@@ -464,28 +438,17 @@ class _TarFormat(TextTraits):
             for sample in _samples(stream, data.file, whole=True):
                 starts.append(sample.start)
                 stops.append(sample.stop)
-                traits.update((name, _column_decoder(name)) for name in sample.members)
+                traits.update((name, _DECODED.get(name.rpartition(".")[2], "bytes")) for name in sample.members)
         cuts = group_boundaries(np.array(stops, dtype=np.int64) - min(starts, default=0), last=True)
         pieces = [RecordRange(starts[low], stops[high - 1], high - low) for low, high in pairwise([0, *cuts])]
         return FileSurvey(pieces=tuple(pieces), traits=traits)
 
-    def merge(self, one: str, other: str) -> str | None:
-        """An extension means the same everywhere."""
-        return one if one == other else None
-
     def field(self, trait: str) -> Field:
-        """What arrays of a column look like."""
         return Field(np.dtype(np.int64 if trait == "class" else object), ())
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
-        """Columns of one group."""
         samples = list(_samples(io.BytesIO(body), place.at(), whole=False))
         return {name: _column(samples, body, name, trait, place) for name, trait in traits.items()}
-
-
-def _column_decoder(name: str) -> str:
-    """How the column of an extension is decoded: by the part behind its last dot."""
-    return _DECODED.get(name.rpartition(".")[2], "bytes")
 
 
 def _column(samples: list[_Sample], body: bytes, name: str, trait: str, place: GroupLocation) -> npt.NDArray[Any]:

@@ -37,13 +37,7 @@ class RandomAccessFile(Protocol):
 
 
 class _StoredFile:
-    """A file as it lies in its file system.
-
-    Args:
-        system: of the file.
-        file: its path.
-        size_bytes: that it had when it was indexed; None takes what it has now.
-    """
+    """A file as it lies in its file system."""
 
     def __init__(self, system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> None:
         self.file, self._system, self._expected = file, system, size_bytes
@@ -109,13 +103,7 @@ def compression_codec(file: str) -> str | None:
 
 @contextmanager
 def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> Iterator[RandomAccessFile]:
-    """Open a file; a compressed one is unpacked in memory, up to UNPACKED_BYTES.
-
-    Args:
-        system: of the file.
-        file: its path.
-        size_bytes: that it had when it was indexed; DataError where it has another now.
-    """
+    """Open a file; a compressed one is unpacked in memory, up to UNPACKED_BYTES. DataError if its size has changed."""
     stored = _StoredFile(system, file, size_bytes)
     codec = compression_codec(file)
     try:
@@ -155,20 +143,9 @@ def changed_error(how: str, where: str, what: str = "file") -> DataError:
 _Value = TypeVar("_Value")
 
 _DEADLINE_S = 60.0
-_TRANSIENT_ERRNOS = {
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.ETIMEDOUT,
-    errno.ECONNRESET,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.EPIPE,
-    errno.ENETDOWN,
-    errno.ENETRESET,
-    errno.ENETUNREACH,
-    errno.EHOSTUNREACH,
-    errno.ESTALE,  # NFS: the handle is old, the file may be opened anew
-}
+_TRANSIENT_ERRORS = (TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
+# Errors without a class of their own; ESTALE is of NFS: the handle is old, the file may be opened anew.
+_TRANSIENT_ERRNOS = {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ESTALE}
 # pyarrow's file systems put the store's answer into the text of an OSError without an errno.
 _TRANSIENT_MESSAGES = re.compile(
     r"slow.?down|throttl|too.many.requests|request.?timeout|timed.out|timeout was reached|time-?out error"
@@ -181,12 +158,10 @@ _TRANSIENT_MESSAGES = re.compile(
 
 def is_transient(error: OSError) -> bool:
     """Whether an attempt may succeed later: after timeouts, lost connections, or throttling by a store."""
-    if isinstance(error, TimeoutError | ConnectionError | InterruptedError):
+    if isinstance(error, _TRANSIENT_ERRORS) or error.errno in _TRANSIENT_ERRNOS:
         return True
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return False
-    if error.errno is not None and error.errno in _TRANSIENT_ERRNOS:
-        return True
     return _TRANSIENT_MESSAGES.search(str(error)) is not None
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup, Source, hash_parts, select_columns
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import (
     absolute_path,
@@ -41,16 +41,13 @@ _FOLDERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSource:
-    """Images in a folder for each class. A group is part of one folder; its `file` is that folder.
+class ImageSource(Source):
+    """Images in a folder for each class. A group is part of one folder; its `file` is that folder."""
 
-    Attributes:
-        path: a folder or glob; absolute, or a URI of pyarrow.fs. The classes are the folders in it, or in the folder
-            before the first wildcard.
-        classes: their names by label; None takes the names of the folders in alphabetical order.
-    """
-
+    # a folder or glob; absolute, or a URI of pyarrow.fs. The classes are the folders in it, or in the folder before
+    # the first wildcard.
     path: str
+    # their names by label; None takes the names of the folders in alphabetical order
     classes: tuple[str, ...] | None = None
 
     def describe(self) -> str:
@@ -96,8 +93,8 @@ class ImageSource:
         return classes
 
 
-class ImageLoader:
-    """Reads the images of one group at a time. For one thread at a time."""
+class ImageLoader(Loader):
+    """Reads the images of one group at a time."""
 
     def __init__(self, path: str, index: Index) -> None:
         self._shown, self._index = path, index
@@ -214,10 +211,8 @@ class _DecodeImage:
         return {**row, name: self._decoded(row[name], str(row.get("file", row.get("__key__", ""))))}
 
     def _decoded(self, content: Any, where: str) -> Any:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise DataError("decoding images needs Pillow", remedy="pip install pillow") from error
+        from PIL import Image
+
         if not isinstance(content, bytes):
             raise DataError(
                 f"column {self.column!r} holds {type(content).__name__} and not the bytes of an image",
@@ -256,7 +251,7 @@ def decode_image(column: str = "image", size: int | tuple[int, int] | None = Non
         mode: of Pillow: `RGB`, `L` for grey, `RGBA`.
 
     Raises:
-        DataError: when called, if Pillow is missing or an image is damaged.
+        DataError: when called, if an image is damaged.
     """
     return _DecodeImage(column=column, size=(size, size) if isinstance(size, int) else size, mode=mode)
 

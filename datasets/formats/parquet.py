@@ -31,7 +31,9 @@ from trainwright.datasets.data_source import (
     Arrays,
     Field,
     Index,
+    Loader,
     RowGroup,
+    Source,
     field_of,
     select_columns,
     to_array,
@@ -59,16 +61,11 @@ _MOST_DICTIONARY_ROWS = 0.5  # of a row group: where more of its rows refer to a
 
 
 class Footer(NamedTuple):
-    """What the footer of a file says.
+    """What the footer of a file says."""
 
-    Attributes:
-        schema: as Arrow IPC, in base64; equal for equal schemas.
-        rows: of each row group.
-        sizes: of each column in all row groups, uncompressed, in bytes; empty where no column becomes an object.
-    """
-
-    schema: str
-    rows: list[int]
+    schema: str  # as Arrow IPC, in base64; equal for equal schemas
+    rows: list[int]  # of each row group
+    # of each column in all row groups, uncompressed, in bytes; empty where no column becomes an object
     sizes: list[int]
 
     @classmethod
@@ -89,16 +86,11 @@ class Footer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource:
-    """Parquet files.
+class ParquetSource(Source):
+    """Parquet files."""
 
-    Attributes:
-        path: a file, a folder (searched recursively) or a glob (`*`, `?`, `**`); absolute, or a URI of pyarrow.fs.
-        columns: read only these; None reads all.
-    """
-
-    path: str
-    columns: tuple[str, ...] | None = None
+    path: str  # a file, a folder (searched recursively) or a glob (`*`, `?`, `**`); absolute, or a URI of pyarrow.fs
+    columns: tuple[str, ...] | None = None  # read only these; None reads all
 
     def describe(self) -> str:
         """As the user wrote it, in short."""
@@ -136,8 +128,8 @@ class ParquetSource:
         return ParquetLoader(resolve_file_system(self.path)[0], index)
 
 
-class ParquetLoader:
-    """Reads row groups; keeps a few files open. For one thread at a time."""
+class ParquetLoader(Loader):
+    """Reads row groups; keeps a few files open."""
 
     def __init__(self, system: pafs.FileSystem, index: Index) -> None:
         self._system, self._index = system, index
@@ -337,23 +329,14 @@ class PageReader:
 
 
 class _Chunk(NamedTuple):
-    """One column of one row group, as its file's footer has it.
+    """One column of one row group, as its file's footer has it."""
 
-    Attributes:
-        start: offset of its first page.
-        stop: offset behind its last page.
-        values: in it, over all pages.
-        stored: numpy's name of the type in the file.
-        codec: pyarrow's name of the compression; None for none.
-        levels: kinds of levels (repetition, definition) in front of the values of a page.
-    """
-
-    start: int
-    stop: int
-    values: int
-    stored: str
-    codec: str | None
-    levels: int
+    start: int  # offset of its first page
+    stop: int  # offset behind its last page
+    values: int  # in it, over all pages
+    stored: str  # numpy's name of the type in the file
+    codec: str | None  # pyarrow's name of the compression; None for none
+    levels: int  # kinds of levels (repetition, definition) in front of the values of a page
 
 
 class _Page(NamedTuple):

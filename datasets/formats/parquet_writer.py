@@ -29,21 +29,13 @@ _WRITING = "_writing-"
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        folder: where.
-        rows: in all files.
-        files: of them.
-        groups: row groups in all files.
-        size_bytes: of all files.
-    """
-
-    folder: str
-    rows: int
-    files: int
-    groups: int
-    size_bytes: int
+    folder: str  # where
+    rows: int  # in all files
+    files: int  # of them
+    groups: int  # row groups in all files
+    size_bytes: int  # of all files
 
 
 def group_rows(row_bytes: float, group_bytes: int = _GROUP_BYTES) -> int:

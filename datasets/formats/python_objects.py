@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,19 @@ import pyarrow as pa
 from trainwright.core import random_state
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError, user_traceback
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns, to_array
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    Loader,
+    RowGroup,
+    Source,
+    even_groups,
+    hash_parts,
+    object_array,
+    select_columns,
+    to_array,
+)
 from trainwright.datasets.dataset import Dataset
 
 _Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
@@ -34,27 +46,16 @@ _GROUP_BYTES, _GROUP_ROWS, _GROUPS = 1 << 20, 4096, 120
 _OBJECT = Field(np.dtype(object), ())
 
 
-class _RowFetcher(Protocol):
-    """How rows are asked for."""
-
-    def __len__(self) -> int:
-        """Rows."""
-
-    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
-        """Consecutive rows as one value for each row, by column name."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _ObjectSource:
+class _ObjectSource(Source):
     """Rows of an object of type `name`; the function `call` made the source. `from_torch` explains `replayable`."""
 
-    access: _RowFetcher
+    access: _SampleAccess | _ArrowAccess
     name: str
     call: str
     replayable: bool = True
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         return f"{self.call}({self.name})"
 
     def index(self) -> Index:
@@ -78,14 +79,13 @@ class _ObjectSource:
         schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
         return Index(
             rows=rows,
-            groups=_groups(rows, group_rows(rows, row_bytes), self.name),
+            groups=even_groups(self.name, rows, group_rows(rows, row_bytes)),
             schema=fields,
             row_bytes=row_bytes,
             hash=hash_parts([self.name, rows, *schema, content]),
         )
 
     def open(self, index: Index) -> _ObjectLoader:
-        """A loader for one process."""
         return _ObjectLoader(self.access, index, drawn=not self.replayable)
 
     def _field(self, name: str, samples: list[_Values]) -> Field:
@@ -102,25 +102,22 @@ class _ObjectSource:
         return found.pop() if len(found) == 1 else _OBJECT
 
 
-class _ObjectLoader:
+class _ObjectLoader(Loader):
     """Loads row groups. `drawn` says that rows are known to differ from epoch to epoch."""
 
-    def __init__(self, access: _RowFetcher, index: Index, drawn: bool = False) -> None:
+    def __init__(self, access: _SampleAccess | _ArrowAccess, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
         self._randomness = _RowRandomness()
         self._randomness.drawn = drawn
 
     @property
     def varying(self) -> bool:
-        """Whether rows were random, so that they are others in another epoch."""
         return self._randomness.drawn
 
     def begin(self, seed: int, epoch: int) -> None:
-        """What is loaded from now on belongs to an epoch of a run with this seed."""
         self._randomness.seed, self._randomness.epoch = seed, epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the index; DataError where a row has another type or shape."""
         group = self._index.groups[number]
         where = f"{group.file}, row group {number}"
         if len(self._access) != self._index.rows:
@@ -305,22 +302,6 @@ def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
 def group_rows(rows: int, row_bytes: int) -> int:
     """Return the rows of a row group: about 1 MiB, and few enough that many workers get some."""
     return max(min(_GROUP_BYTES // max(row_bytes, 1), _GROUP_ROWS, max(rows // _GROUPS, 16)), 1)
-
-
-def object_array(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Values as an array of objects (rows,), whatever they are."""
-    column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
-
-
-def _groups(rows: int, size: int, name: str) -> tuple[RowGroup, ...]:
-    starts = range(0, rows, size)
-    return tuple(
-        RowGroup(file=name, number=number, rows=min(size, rows - start), first=start)
-        for number, start in enumerate(starts)
-    )
 
 
 def _to_array(value: Any, where: str) -> Any:

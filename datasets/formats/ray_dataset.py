@@ -21,7 +21,18 @@ from typing import Any
 import pyarrow as pa
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, schema_of, select_columns
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    Loader,
+    RowGroup,
+    Source,
+    hash_parts,
+    require_same_fields,
+    schema_of,
+    select_columns,
+)
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import arrow_array
@@ -40,30 +51,20 @@ class _BlockInfo:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _RaySource:
-    """Blocks in Ray's object store, in order, without the empty ones.
-
-    Attributes:
-        references: to the blocks, pickled by Ray; a process that unpickles them borrows the blocks.
-    """
+class _RaySource(Source):
+    """Blocks in Ray's object store, in order, without the empty ones."""
 
     blocks: tuple[_BlockInfo, ...]
-    references: bytes
+    references: bytes  # to the blocks, pickled by Ray; a process that unpickles them borrows the blocks
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         return f"from_ray({len(self.blocks)} blocks)"
 
     def index(self) -> Index:
         """The row counts of the blocks. Raises DataError where their columns differ."""
         schema, groups, first = self.blocks[0].schema, [], 0
         for number, block in enumerate(self.blocks):
-            if block.schema != schema:
-                raise DataError(
-                    f"the columns are {_shown(block.schema)} here and {_shown(schema)} in the first block",
-                    where=f"{_FILE} {number}",
-                    remedy="give every row the same columns, types and shapes",
-                )
+            require_same_fields(block.schema, schema, "the first block", f"{_FILE} {number}")
             groups.append(RowGroup(file=_FILE, number=number, rows=block.rows, first=first))
             first += block.rows
         parts = [(name, field.dtype.str, field.shape) for name, field in sorted(schema.items())]
@@ -76,13 +77,12 @@ class _RaySource:
         )
 
     def open(self, index: Index) -> RayLoader:
-        """A loader for one process of the cluster."""
         from ray import cloudpickle
 
         return RayLoader(cloudpickle.loads(self.references))
 
 
-class RayLoader:
+class RayLoader(Loader):
     """Gets blocks."""
 
     def __init__(self, references: Sequence[Any]) -> None:
@@ -195,7 +195,3 @@ def _table(block: Any) -> pa.Table:
 def _arrays(table: pa.Table, columns: Sequence[str], where: str) -> Arrays:
     select_columns(dict.fromkeys(table.column_names), columns, where)
     return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in columns}
-
-
-def _shown(schema: Mapping[str, Field]) -> str:
-    return ", ".join(f"{name} {field}" for name, field in schema.items())

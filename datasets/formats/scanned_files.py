@@ -7,10 +7,11 @@ one schema for all of them, the hash, and reading only the byte range of one gro
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,17 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns, to_array
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    Loader,
+    RowGroup,
+    Source,
+    hash_parts,
+    select_columns,
+    to_array,
+)
 from trainwright.datasets.formats.file_system import (
     COMPRESSIONS,
     RandomAccessFile,
@@ -46,32 +57,20 @@ class RecordRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSurvey:
-    """What the first pass found in one file.
+    """What the first pass found in one file."""
 
-    Attributes:
-        pieces: groups of rows, in order, one after the other.
-        traits: by column, what the format knows about it.
-    """
-
-    pieces: tuple[RecordRange, ...]
-    traits: Mapping[str, Any]
+    pieces: tuple[RecordRange, ...]  # groups of rows, in order, one after the other
+    traits: Mapping[str, Any]  # by column, what the format knows about it
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLocation:
-    """A group of rows, for messages.
+    """A group of rows, for messages."""
 
-    Attributes:
-        file: path.
-        group: its number within the file.
-        row: number of its first row within the file.
-        offset: byte of the file at which it begins; after decompression in a compressed file.
-    """
-
-    file: str
-    group: int
-    row: int
-    offset: int = 0
+    file: str  # path
+    group: int  # its number within the file
+    row: int  # number of its first row within the file
+    offset: int = 0  # byte of the file at which it begins; after decompression in a compressed file
 
     def at(self, row: int | None = None, column: str | None = None) -> str:
         """File and group, and where given the row within the group and the column."""
@@ -80,8 +79,10 @@ class GroupLocation:
         return words + (f", column {column!r}" if column is not None else "")
 
 
-class _FileFormat(Protocol):
+class FileFormat(ABC):
     """How the files of one format are read. Frozen and picklable.
+
+    Each column has a trait, what the first pass finds out about it; in some formats a text.
 
     Attributes:
         name: of the format, for messages.
@@ -89,28 +90,31 @@ class _FileFormat(Protocol):
         suffixes: of its files, in lower case.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def call(self) -> str: ...
-    @property
-    def suffixes(self) -> tuple[str, ...]: ...
+    name: ClassVar[str]
+    call: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Pass over a file in bounded memory. Raises DataError that names file and row for a damaged one."""
 
     def merge(self, one: Any, other: Any) -> Any | None:
         """The trait of a column that has both; None where they do not go together."""
+        return one if one == other else None
 
+    @abstractmethod
     def field(self, trait: Any) -> Field:
         """What arrays of a column look like."""
 
     def pack(self, trait: Any) -> Any:
         """The trait of a column as JSON."""
+        return trait
 
     def unpack(self, stored: Any) -> Any:
         """The trait that `pack` was given. Raises ValueError, TypeError or ArrowException for other JSON."""
+        return str(stored)
 
+    @abstractmethod
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: GroupLocation) -> Arrays:
         """Columns of one group.
 
@@ -122,24 +126,12 @@ class _FileFormat(Protocol):
         """
 
 
-class TextTraits:
-    """For formats whose traits are text, which JSON holds as it is."""
-
-    def pack(self, trait: str) -> Any:
-        """The trait itself."""
-        return trait
-
-    def unpack(self, stored: Any) -> str:
-        """The trait itself."""
-        return str(stored)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SurveyTask:
     """The first pass over single files, in any process."""
 
     path: str
-    format: _FileFormat
+    format: FileFormat
 
     def __call__(self, file: tuple[str, int]) -> FileSurvey:
         """The survey of a file, given by its path in the file system and its size in bytes."""
@@ -161,18 +153,12 @@ class SurveyTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """Files of one format.
+class FileSource(Source):
+    """Files of one format."""
 
-    Attributes:
-        path: a file, a folder (searched recursively) or a glob (`*`, `?`, `**`); absolute, or a URI of pyarrow.fs.
-        format: of the files.
-        columns: read only these; None reads all.
-    """
-
-    path: str
-    format: _FileFormat
-    columns: tuple[str, ...] | None = None
+    path: str  # a file, a folder (searched recursively) or a glob (`*`, `?`, `**`); absolute, or a URI of pyarrow.fs
+    format: FileFormat  # of the files
+    columns: tuple[str, ...] | None = None  # read only these; None reads all
 
     def describe(self) -> str:
         """As the user wrote it, in short."""
@@ -240,15 +226,15 @@ class FileSource:
         return merged
 
 
-def file_source(path: str | os.PathLike[str], form: _FileFormat, columns: Iterable[str] | None = None) -> FileSource:
+def file_source(path: str | os.PathLike[str], form: FileFormat, columns: Iterable[str] | None = None) -> FileSource:
     """Return the source of a path as the user gives it. Raises DataError for an address with a password."""
     return FileSource(path=absolute_path(path), format=form, columns=None if columns is None else tuple(columns))
 
 
-class FileLoader:
-    """Reads the byte range of one group at a time. For one thread at a time."""
+class FileLoader(Loader):
+    """Reads the byte range of one group at a time."""
 
-    def __init__(self, system: pafs.FileSystem, form: _FileFormat, index: Index) -> None:
+    def __init__(self, system: pafs.FileSystem, form: FileFormat, index: Index) -> None:
         self._system, self._format, self._index = system, form, index
         self._firsts: dict[str, RowGroup] = {}
         for group in index.groups:
@@ -412,12 +398,6 @@ def whole_records(
     data: RandomAccessFile, start: int, ends: _FindEnds, limit_bytes: int = _RECORD_BYTES
 ) -> Iterator[tuple[int, bytes]]:
     """Ranges of whole records with the byte where each begins, in the memory of two ranges and a chunk.
-
-    Args:
-        data: the file.
-        start: where its first record begins.
-        ends: finds records.
-        limit_bytes: no record is longer.
 
     Raises:
         DataError: a record is longer, or is not whole at the end of the file.

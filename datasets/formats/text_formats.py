@@ -23,10 +23,10 @@ from trainwright.datasets.data_source import Arrays, Field, field_of
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import RandomAccessFile, changed_error
 from trainwright.datasets.formats.scanned_files import (
+    FileFormat,
     FileSurvey,
     GroupLocation,
     Offsets,
-    TextTraits,
     file_source,
     line_ends,
     null_error,
@@ -64,14 +64,10 @@ _KINDS = {pa.null(): _NULL, pa.bool_(): "bool", pa.int64(): "int", pa.float64():
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CsvFormat(TextTraits):
-    """CSV as in RFC 4180, in UTF-8, with a header; quoted values may hold newlines.
+class _CsvFormat(FileFormat):
+    """CSV as in RFC 4180, in UTF-8, with a header; quoted values may hold newlines."""
 
-    Attributes:
-        delimiter: between values; None for a comma, and a tab in .tsv files.
-    """
-
-    delimiter: str | None = None
+    delimiter: str | None = None  # between values; None for a comma, and a tab in .tsv files
 
     name = "CSV"
     call = "csv"
@@ -92,7 +88,7 @@ class _CsvFormat(TextTraits):
             table = self._parse(names, body, None, place)
             if table.num_rows:
                 for name in names:
-                    kinds[name] = _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type))
+                    kinds[name] = _merge_kinds(kinds[name], _KINDS.get(table.schema.field(name).type, "str"))
             return int(table.num_rows)
 
         ranges = whole_records(data, start, partial(csv_record_ends, delimiter=delimiter))
@@ -103,7 +99,6 @@ class _CsvFormat(TextTraits):
         return _merge_kinds(one, other)
 
     def field(self, trait: str) -> Field:
-        """What arrays of a column look like."""
         return field_of(_TYPES[trait])
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
@@ -152,7 +147,11 @@ class _CsvFormat(TextTraits):
                 convert_options=convert,
             )
         except pa.ArrowException as error:
-            raise _csv_error(error, place) from error
+            raise DataError(
+                f"the lines cannot be read as CSV: {error}",
+                where=place.at(),
+                remedy="mend the file; one that changed after it was indexed must be indexed again",
+            ) from error
         if ragged:
             raise _row_length_error(ragged[0], names, place)
         if types is None:
@@ -205,10 +204,6 @@ def _header_end(head: bytes, delimiter: str, data: RandomAccessFile) -> int:
     return blank + int(ends[0])
 
 
-def _csv_kind(kind: pa.DataType) -> str:
-    return _KINDS.get(kind, "str")
-
-
 def _row_length_error(row: Any, names: list[str], place: GroupLocation) -> DataError:
     number = row.number - 1 if row.number is not None else None
     text = row.text if len(row.text) <= 80 else row.text[:77] + "..."
@@ -216,14 +211,6 @@ def _row_length_error(row: Any, names: list[str], place: GroupLocation) -> DataE
         f"a line has {row.actual_columns} values for {len(names)} columns: {text!r}",
         where=place.at(number),
         remedy='mend the line; a value with a delimiter, newline or quotation mark in it stands in "quotation marks"',
-    )
-
-
-def _csv_error(error: Exception, place: GroupLocation) -> DataError:
-    return DataError(
-        f"the lines cannot be read as CSV: {error}",
-        where=place.at(),
-        remedy="mend the file; one that changed after it was indexed must be indexed again",
     )
 
 
@@ -271,7 +258,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _JsonLinesFormat(TextTraits):
+class _JsonLinesFormat(FileFormat):
     """One JSON object a line, in UTF-8. Columns are the names at the top; lists and objects stay Python objects."""
 
     name = "JSON lines"
@@ -295,7 +282,6 @@ class _JsonLinesFormat(TextTraits):
         return _merge_kinds(one, other)
 
     def field(self, trait: str) -> Field:
-        """What arrays of a column look like."""
         return Field(_JSON_DTYPES.get(trait, np.dtype(object)), ())
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
@@ -396,7 +382,7 @@ _DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TextFormat(TextTraits):
+class _TextFormat(FileFormat):
     """UTF-8 text. A document is a line, a paragraph between blank lines, or a file; blank ones are left out."""
 
     by: Literal["line", "paragraph", "file"] = "line"
@@ -409,16 +395,10 @@ class _TextFormat(TextTraits):
         pieces = survey_ranges(data.file, self._ranges(data), lambda body, place: len(self._documents(body, place)))
         return FileSurvey(pieces=pieces, traits={"text": "str"})
 
-    def merge(self, one: str, other: str) -> str:
-        """There is one kind of text."""
-        return one
-
     def field(self, trait: str) -> Field:
-        """Text is an object."""
         return Field(np.dtype(object), ())
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: GroupLocation) -> Arrays:
-        """The documents of one group."""
         documents = self._documents(body, place)
         return {name: np.fromiter(documents, dtype=object, count=len(documents)) for name in traits}
 

@@ -20,9 +20,19 @@ import numpy as np
 
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    RowAccess,
+    RowGroup,
+    Rows,
+    Source,
+    hash_parts,
+    object_array,
+)
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.python_objects import hash_values, object_array
+from trainwright.datasets.formats.python_objects import hash_values
 
 _SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
@@ -65,7 +75,7 @@ _CHECKED = _Part(first=3, total=7)  # compared with the whole pipeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _PipelineSource:
+class _PipelineSource(Source):
     """Rows of a pipeline. `from_tf` says what the fields mean."""
 
     make: Callable[..., Any]
@@ -79,11 +89,9 @@ class _PipelineSource:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The user's function."""
         return (self.make,)
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
 
     def index(self) -> Index:
@@ -113,7 +121,6 @@ class _PipelineSource:
         )
 
     def open(self, index: Index) -> NoReturn:
-        """There are no rows by number. Raises DataError."""
         raise DataError("a tf.data pipeline has no rows by number", where=self.describe(), remedy="read it in order")
 
     def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:

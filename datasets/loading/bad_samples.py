@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field, Rows, schema_of
+from trainwright.datasets.data_source import Arrays, Field, Rows, require_same_fields, schema_of
 
 _Read = Callable[[Rows], Arrays]
 _Parts = list[tuple[Rows, Arrays | None]]
@@ -21,17 +21,11 @@ _NEARBY_SAMPLES = 64  # samples before the bad ones, and of the first ones, that
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedSample:
-    """A sample that could not be read or transformed.
+    """A sample that could not be read or transformed."""
 
-    Attributes:
-        sample: its row number in the data set.
-        where: file and row group, or what the error names.
-        error: what happened.
-    """
-
-    sample: int
-    where: str
-    error: str
+    sample: int  # its row number in the data set
+    where: str  # file and row group, or what the error names
+    error: str  # what happened
 
 
 class SkippingReader:
@@ -82,10 +76,8 @@ class SkippingReader:
 
     def _alike(self, arrays: Arrays, samples: Rows) -> Arrays:
         """Return the columns. Raises DataError where they differ from those of the good row."""
-        difference = "" if self._row is None else _difference(schema_of(arrays), schema_of(self._row))
-        if difference:
-            remedy = "give every row the same columns, types and shapes"
-            raise DataError(difference, where=f"sample {samples[0]}", remedy=remedy)
+        if self._row is not None:
+            require_same_fields(schema_of(arrays), schema_of(self._row), "the other rows", f"sample {samples[0]}")
         return arrays
 
     def _settled(self, read: _Read, found: _Parts) -> _Parts:
@@ -158,19 +150,6 @@ def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:
     """Return one row for each of `good`: the next row of the columns, or the first for a bad sample."""
     take = np.where(good, np.cumsum(good) - 1, 0)
     return {name: array[take] for name, array in columns.items()}
-
-
-def _difference(here: dict[str, Field], others: dict[str, Field]) -> str:
-    """What differs first, in words; empty where nothing does."""
-    for name, field in others.items():
-        if name not in here:
-            return f"it has no column {name!r}, which the other rows have"
-        if (own := here[name]) != field:
-            return (
-                f"column {name!r} is {own.dtype} of shape {own.shape} here "
-                f"and {field.dtype} of shape {field.shape} in the other rows"
-            )
-    return next((f"it has the column {name!r}, missing in the other rows" for name in here if name not in others), "")
 
 
 def _first_row(columns: Arrays) -> Arrays:

@@ -48,12 +48,7 @@ class Fetcher(Protocol):
 
 
 class Feeds(Iterator[Feed]):
-    """Feeds of consecutive steps, which a thread reads ahead. Close it, or use it in a `with`.
-
-    Args:
-        chunks: feeds that are read together.
-        memory_bytes: that may be ready ahead.
-    """
+    """Feeds of consecutive steps, which a thread reads ahead. Close it, or use it in a `with`."""
 
     def __init__(self, chunks: Iterator[list[Feed]], memory_bytes: int = _AHEAD_BYTES) -> None:
         self._largest = PrefetchDepth(chunks=0, chunk_steps=0, chunk_bytes=0)
@@ -295,10 +290,10 @@ def make_schedule(
     index: Index,
     *,
     batch_size: int,
-    epochs: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
+    epochs: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
     epoch_samples: int | None = None,
     window: int | None = None,
 ) -> StepSchedule:

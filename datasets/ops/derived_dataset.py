@@ -27,7 +27,9 @@ from trainwright.datasets.data_source import (
     Loader,
     RowGroup,
     Rows,
+    Source,
     hash_parts,
+    require_same_fields,
     schema_of,
     select_columns,
     stack_rows,
@@ -51,7 +53,7 @@ class Derivation(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DerivedSource:
+class DerivedSource(Source):
     """Rows made of another data set's, transforms included, row group by row group."""
 
     base: Dataset
@@ -78,7 +80,8 @@ class DerivedSource:
             if not found.rows:
                 continue
             schema = schema or found.schema
-            _check_schema(schema, found.schema, group, self.describe())
+            where = f"{self.describe()}, {group.file}, row group {group.number}"
+            require_same_fields(found.schema, schema, "the row groups before", where)
             groups.append(replace(group, number=number, rows=found.rows, first=first))
             first += found.rows
             size_bytes += found.size_bytes
@@ -178,14 +181,13 @@ class _CountTask:
         return {"source": self.source, "base": self.base}  # another process opens the files for itself
 
 
-class _DerivedLoader:
+class _DerivedLoader(Loader):
     """Gives derived row groups, as many rows as were counted."""
 
     def __init__(self, deriving: _Deriver, index: Index, where: str) -> None:
         self._deriving, self._index, self._where = deriving, index, where
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number`; DataError where it has other rows than in the first pass."""
         group = self._index.groups[number]
         arrays = self._deriving.derived(group.number)
         if _rows(arrays) != group.rows:
@@ -199,17 +201,6 @@ class _DerivedLoader:
 
 def _rows(arrays: Arrays) -> int:
     return len(next(iter(arrays.values()))) if arrays else 0
-
-
-def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group: RowGroup, where: str) -> None:
-    for name in sorted({*first, *found}):
-        if first.get(name) != found.get(name):
-            here, there = found.get(name, "missing"), first.get(name, "missing")
-            raise DataError(
-                f"column {name!r} is {here} in one row group and {there} in another",
-                where=f"{where}, {group.file}, row group {group.number}",
-                remedy="give every row the same columns, types and shapes",
-            )
 
 
 # --- Derivations ------------------------------------------------------------------------------------------------------

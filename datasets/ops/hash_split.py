@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Index, Loader, RowGroup, Source, hash_parts
+from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, RowGroup, Source, hash_parts
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.sample_order import split_mix
 
@@ -30,15 +30,10 @@ _PIECE_ROWS = 1 << 20  # hashed at a time
 
 @dataclass(frozen=True, kw_only=True)
 class HashSplit:
-    """Which side of a split a hash falls on; pure.
+    """Which side of a split a hash falls on; pure."""
 
-    Attributes:
-        shares: of each side, in order; their sum is 1.
-        seed: another one cuts elsewhere.
-    """
-
-    shares: tuple[float, ...]
-    seed: int = 0
+    shares: tuple[float, ...]  # of each side, in order; their sum is 1
+    seed: int = 0  # another one cuts elsewhere
 
     def rows(self, first: int, stop: int) -> npt.NDArray[np.int8]:
         """The side of each of the rows first..stop, by number: (stop - first,) int8."""
@@ -71,40 +66,29 @@ def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
     return np.array([known[value] for value in values], dtype=np.uint64)
 
 
-@dataclass(kw_only=True)
-class _Sides:
-    """The side of every row by key, found in one pass; shared by the splits of one call, so that it is one pass."""
-
-    found: dict[str, tuple[npt.NDArray[np.int8], ...]] = field(default_factory=dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"found": {}}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex(Index):
-    """Index of one side of a split by key.
+    """Index of one side of a split by key."""
 
-    Attributes:
-        marks: for each row group here, a bit for each row of the whole's row group: set where it is on this side.
-    """
-
+    # for each row group here, a bit for each row of the whole's row group: set where it is on this side
     marks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _SplitSource:
-    """Side number `side` of a split, by the key column `by` or, where that is None, by row number."""
+class _SplitSource(Source):
+    """Side number `side` of a split, by the key column `by` or, where that is None, by row number.
+
+    The splits of one call share `sides`: the side of every row by key, which takes one pass.
+    """
 
     whole: Source
     names: tuple[str, ...]
     side: int
     cut: HashSplit
     by: str | None = None
-    sides: _Sides = field(default_factory=_Sides)
+    sides: PassResult = field(default_factory=PassResult)
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         shares = zip(self.names, self.cut.shares, strict=True)
         words = ", ".join(f"{name} {share:g}" for name, share in shares)
         by = f", by={self.by!r}" if self.by is not None else ""
@@ -112,9 +96,7 @@ class _SplitSource:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through before the split."""
-        inner: tuple[Callable[..., Any], ...] = getattr(self.whole, "functions", ())
-        return inner
+        return self.whole.functions
 
     def index(self) -> Index:
         """Hash every row number, or read the key column once. Raises DataError where no row is on this side."""
@@ -146,18 +128,14 @@ class _SplitSource:
         )
 
     def open(self, index: Index) -> _SplitLoader:
-        """A loader for one process."""
         assert isinstance(index, SplitIndex) and index.base is not None, "a split is opened with an index of its own"
         return _SplitLoader(self, index, self.whole.open(index.base))
 
     def _masks(self, whole: Index) -> Iterable[_Mask]:
         """For each row group of the whole, which of its rows are on this side."""
-        if self.by is None:
+        if (by := self.by) is None:
             return (self.mask(group) for group in whole.groups)
-        if whole.hash not in self.sides.found:
-            self.sides.found.clear()
-            self.sides.found[whole.hash] = self._read_sides(whole, self.by)
-        return (sides == self.side for sides in self.sides.found[whole.hash])
+        return (sides == self.side for sides in self.sides.get(whole, lambda: self._read_sides(whole, by)))
 
     def mask(self, group: RowGroup) -> _Mask:
         """Which rows of a row group of the whole are on this side, by their numbers."""
@@ -188,23 +166,24 @@ class _SplitSource:
         return self.cut.sides(keys)
 
 
-class _SplitLoader:
+class _SplitLoader(Loader):
     """Loads row groups of the whole and keeps the rows of one side."""
 
     def __init__(self, source: _SplitSource, index: SplitIndex, loader: Loader) -> None:
         self._source, self._index, self._loader = source, index, loader
-        if hasattr(loader, "twin"):
-            self.twin = lambda: _SplitLoader(source, index, loader.twin())
-        if hasattr(loader, "begin"):
-            self.begin = loader.begin
+
+    def begin(self, seed: int, epoch: int) -> None:
+        self._loader.begin(seed, epoch)
+
+    def twin(self) -> _SplitLoader | None:
+        twin = self._loader.twin()
+        return None if twin is None else _SplitLoader(self._source, self._index, twin)
 
     @property
     def varying(self) -> bool:
-        """Whether rows of the whole are random."""
-        return bool(getattr(self._loader, "varying", False))
+        return self._loader.varying
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the split; raises what the whole raises."""
         origin = self._index.groups[number].number
         assert self._index.base is not None
         group = self._index.base.groups[origin]
@@ -243,7 +222,7 @@ def split(dataset: Dataset, shares: Mapping[str, float], *, by: str | None = Non
         )
     if len(shares) > 127:
         raise DataError(f"{len(shares)} parts are too many", remedy="give at most 127")
-    names, cut, sides = tuple(shares), HashSplit(shares=tuple(shares.values()), seed=seed), _Sides()
+    names, cut, sides = tuple(shares), HashSplit(shares=tuple(shares.values()), seed=seed), PassResult()
     return {
         name: replace(
             dataset, source=_SplitSource(whole=dataset.source, names=names, side=side, cut=cut, by=by, sides=sides)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError, user_traceback
-from trainwright.datasets.data_source import Arrays, Rows, stack_rows
+from trainwright.datasets.data_source import Arrays, Rows, object_array, stack_rows
 
 RowFunction = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
 BatchFunction = Callable[[Arrays], Mapping[str, Any]]
@@ -332,9 +332,7 @@ class Tokenize:
                 f"column {self.column!r} {held}, and text was expected",
                 remedy=f"name one of {', '.join(sorted(columns))}",
             )
-        tokens = np.empty(len(texts), dtype=object)
-        for row, text in enumerate(texts):
-            tokens[row] = self._encode(text.decode() if isinstance(text, bytes) else text)
+        tokens = object_array([self._encode(text.decode() if isinstance(text, bytes) else text) for text in texts])
         rest = {name: column for name, column in columns.items() if name != self.column}
         return {**rest, self.to: tokens}
 

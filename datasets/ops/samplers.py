@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Index, RowGroup, Rows, Source, hash_parts
+from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, Rows, Source, even_groups, hash_parts
 from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES, split_mix
 
@@ -33,13 +33,9 @@ _POOL_BATCHES = 100  # that are filled from as many shuffled rows, sorted by len
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedSampler:
-    """Draws rows with replacement, each with a probability in proportion to its weight.
+    """Draws rows with replacement, each with a probability in proportion to its weight."""
 
-    Attributes:
-        rows: drawn in an epoch; None for as many as the data has.
-    """
-
-    rows: int | None
+    rows: int | None  # drawn in an epoch; None for as many as the data has
     batch_size: int = 0  # any: the sample order shuffles the rows
 
     def check(self, values: Floats, what: str) -> None:
@@ -62,12 +58,9 @@ class LengthBucketSampler:
 
     The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. The short
     last batch has rows of any length: with `drop_last`, other rows are left out in each epoch.
-
-    Attributes:
-        batch_size: global, the job's.
     """
 
-    batch_size: int
+    batch_size: int  # global, the job's
     rows: None = None
 
     def check(self, values: Floats, what: str) -> None:
@@ -97,39 +90,21 @@ def _uniform(count: int, seed: int) -> Floats:
     return numbers.astype(np.float64) * 2.0**-53
 
 
-@dataclass(kw_only=True)
-class _Found:
-    """Values that a pass over the data found, by its hash; they do not travel with the job."""
-
-    values: dict[str, Floats] = field(default_factory=dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"values": {}}
-
-
 @dataclass(frozen=True, kw_only=True)
 class _SampledIndex(Index):
-    """Index of sampled rows.
+    """Index of sampled rows."""
 
-    Attributes:
-        values: (rows of the whole,) float64, as bytes: the weights or lengths.
-    """
-
-    values: bytes
+    values: bytes  # (rows of the whole,) float64, as bytes: the weights or lengths
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SampledSource:
-    """Rows of a source as a sampler orders them.
-
-    Attributes:
-        by: a column of the source, or a value for each of its rows.
-    """
+class SampledSource(Source):
+    """Rows of a source as a sampler orders them."""
 
     whole: Source
-    by: str | Floats
+    by: str | Floats  # a column of the source, or a value for each of its rows
     sampler: Sampler
-    found: _Found = field(default_factory=_Found)
+    found: PassResult = field(default_factory=PassResult)  # the values
 
     def describe(self) -> str:
         """As the user wrote it, in short."""
@@ -141,31 +116,16 @@ class SampledSource:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All functions of the user's that the rows go through before."""
-        inner: tuple[Callable[..., Any], ...] = getattr(self.whole, "functions", ())
-        return inner
+        return self.whole.functions
 
     def index(self) -> _SampledIndex:
         """Index the whole, and read the column once. Raises DataError for values that do not fit."""
         whole = self.whole.index()
-        if whole.hash not in self.found.values:
-            values = self._column(whole, self.by) if isinstance(self.by, str) else self.by
-            if len(values) != whole.rows:
-                raise DataError(
-                    f"{len(values)} values for {whole.rows} rows", where=self.describe(), remedy="give one for each row"
-                )
-            self.sampler.check(values, self.describe())
-            self.found.values.clear()
-            self.found.values[whole.hash] = values
-        held = self.found.values[whole.hash].tobytes()
+        held = self.found.get(whole, lambda: self._values(whole)).tobytes()
         rows = self.sampler.rows or whole.rows
-        size = max(_GROUP_BYTES // max(whole.row_bytes, 1), _GROUP_ROWS)
-        firsts = range(0, rows, size)
         return _SampledIndex(
             rows=rows,
-            groups=tuple(
-                RowGroup(file="sampled", number=number, rows=min(size, rows - first), first=first)
-                for number, first in enumerate(firsts)
-            ),
+            groups=even_groups("sampled", rows, max(_GROUP_BYTES // max(whole.row_bytes, 1), _GROUP_ROWS)),
             schema=whole.schema,
             row_bytes=whole.row_bytes,
             hash=hash_parts([whole.hash, self.sampler, held.hex()]),
@@ -178,6 +138,15 @@ class SampledSource:
         """A loader for one process."""
         assert isinstance(index, _SampledIndex), "sampled rows are opened with an index of their own"
         return _SampledLoader(self, index)
+
+    def _values(self, whole: Index) -> Floats:
+        values = self._column(whole, self.by) if isinstance(self.by, str) else self.by
+        if len(values) != whole.rows:
+            raise DataError(
+                f"{len(values)} values for {whole.rows} rows", where=self.describe(), remedy="give one for each row"
+            )
+        self.sampler.check(values, self.describe())
+        return values
 
     def _column(self, whole: Index, by: str) -> Floats:
         """Read the numbers of a column, or the lengths of its rows."""
@@ -195,10 +164,8 @@ class SampledSource:
         return values.astype(np.float64)
 
 
-class _SampledLoader:
-    """Loads rows of the whole in the order of an epoch. For one thread at a time."""
-
-    varying = True
+class _SampledLoader(Loader):
+    """Loads rows of the whole in the order of an epoch."""
 
     def __init__(self, source: SampledSource, index: _SampledIndex) -> None:
         self._source, self._index = source, index
@@ -206,12 +173,14 @@ class _SampledLoader:
         self._order = lru_cache(maxsize=1)(self._ordered)
         self._readers: dict[tuple[str, ...], RowReader] = {}
 
+    @property
+    def varying(self) -> bool:
+        return True
+
     def begin(self, seed: int, epoch: int) -> None:
-        """What is loaded from now on belongs to an epoch of a run."""
         self._seed, self._epoch = seed, epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number`; raises what the whole raises."""
         group, names = self._index.groups[number], tuple(columns)
         if names not in self._readers:
             assert self._index.base is not None, "it has a whole"

@@ -20,9 +20,20 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    Loader,
+    Rows,
+    Source,
+    even_groups,
+    hash_parts,
+    require_same_fields,
+)
 from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _TAG = "source"
@@ -33,13 +44,9 @@ _MAX_PASSES = 1 << 20  # passes over a part within an epoch of the mixture, of w
 
 @dataclass(frozen=True, kw_only=True)
 class MixPattern:
-    """The sequence of parts, which repeats; pure.
+    """The sequence of parts, which repeats; pure."""
 
-    Attributes:
-        counts: rows of each part in one period, at least 1 each.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # rows of each part in one period, at least 1 each
 
     @property
     def period(self) -> int:
@@ -70,11 +77,7 @@ class MixPattern:
 
 
 def pattern_of(weights: Sequence[float]) -> MixPattern:
-    """The pattern of the shortest period that has the weights; rounded to 1 in 16,384 where there is none.
-
-    Args:
-        weights: positive; only their ratios count.
-    """
+    """The pattern of the shortest period that has the weights; rounded to 1 in 16,384 where there is none."""
     shares = np.array(weights, dtype=np.float64) / math.fsum(weights)
     periods = np.arange(len(shares), _PERIOD + 1, dtype=np.float64)[:, None]
     exact = np.all(np.abs(np.rint(periods * shares) - periods * shares) < 1e-9 * periods, axis=1)
@@ -119,7 +122,7 @@ class _MixedIndex(Index):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MixedSource:
+class _MixedSource(Source):
     """Rows of several named data sets in the order of a pattern. `mix` says what the other fields mean."""
 
     parts: tuple[tuple[str, Dataset], ...]
@@ -129,13 +132,11 @@ class _MixedSource:
     tag: bool = False
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         shares = zip(self.parts, self.pattern.counts, strict=True)
         return f"mix({', '.join(f'{count} {name}: {dataset!r}' for (name, dataset), count in shares)})"
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through."""
         return tuple(function for _, dataset in self.parts for function in dataset.functions)
 
     def index(self) -> _MixedIndex:
@@ -151,10 +152,7 @@ class _MixedSource:
         settings = (self.pattern.counts, rows, self.seed, self.tag)
         return _MixedIndex(
             rows=rows,
-            groups=tuple(
-                RowGroup(file="mixture", number=number, rows=min(size, rows - first), first=first)
-                for number, first in enumerate(range(0, rows, size))
-            ),
+            groups=even_groups("mixture", rows, size),
             schema=schema,
             row_bytes=row_bytes,
             hash=hash_parts(
@@ -164,22 +162,15 @@ class _MixedSource:
         )
 
     def open(self, index: Index) -> _MixedLoader:
-        """A loader for one process."""
         assert isinstance(index, _MixedIndex), "a mixture is opened with an index of its own"
         return _MixedLoader(self, index)
 
     def _schema(self, indexes: tuple[Index, ...]) -> Mapping[str, Field]:
         names = [name for name, _ in self.parts]
         found = [transformed_fields(dataset, index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
+        remedy = "bring the parts to the same columns, types and shapes with .map before mixing"
         for name, fields in zip(names, found, strict=True):
-            for column in sorted({*found[0], *fields}):
-                if found[0].get(column) != fields.get(column):
-                    here, there = fields.get(column, "missing"), found[0].get(column, "missing")
-                    raise DataError(
-                        f"column {column!r} is {here} in {name!r} and {there} in {names[0]!r}",
-                        where=self.describe(),
-                        remedy="bring the parts to the same columns, types and shapes with .map before mixing",
-                    )
+            require_same_fields(fields, found[0], repr(names[0]), f"part {name!r} of {self.describe()}", remedy)
         if self.tag and _TAG in found[0]:
             raise DataError(
                 f"the parts have a column {_TAG!r} already",
@@ -189,25 +180,23 @@ class _MixedSource:
         return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
 
 
-class _MixedLoader:
-    """Gathers the rows of each part and lays them in the mixture's order. For one thread at a time."""
+class _MixedLoader(Loader):
+    """Gathers the rows of each part and lays them in the mixture's order."""
 
     def __init__(self, source: _MixedSource, index: _MixedIndex) -> None:
         self._source, self._index = source, index
-        self._readers: dict[tuple[int, tuple[str, ...]], RowAccess] = {}
+        self._readers: dict[tuple[int, tuple[str, ...]], RowReader] = {}
         self._epoch = 0
 
     @property
     def varying(self) -> bool:
-        """Whether rows of a part were random, so that they are others in another epoch."""
-        return any(getattr(reader, "varying", False) for reader in self._readers.values())
+        return any(reader.varying for reader in self._readers.values())
 
     def begin(self, seed: int, epoch: int) -> None:
         """What is loaded from now on belongs to an epoch of a run; the mixture has a seed of its own."""
         self._epoch = epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the mixture; raises what the parts raise."""
         group = self._index.groups[number]
         parts, numbers = self._source.pattern.at(np.arange(group.first, group.first + group.rows, dtype=np.int64))
         wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
@@ -234,13 +223,13 @@ class _MixedLoader:
             found.append(dataset.transform(gathered, samples, counters, columns))
         return {name: np.concatenate([arrays[name] for arrays in found]) for name in columns}
 
-    def _reader(self, part: int, columns: tuple[str, ...]) -> RowAccess:
+    def _reader(self, part: int, columns: tuple[str, ...]) -> RowReader:
         if (part, columns) not in self._readers:
             dataset, index = self._source.parts[part][1], self._index.parts[part]
-            memory_bytes = MEMORY_BYTES // (4 * len(self._source.parts))
-            self._readers[part, columns] = dataset.reader(
-                index, columns, memory_bytes=memory_bytes, seed=self._source.seed
-            )
+            self._readers[part, columns] = RowReader(
+                dataset.source.open(index), index, dataset.source_columns(index, columns),
+                memory_bytes=MEMORY_BYTES // (4 * len(self._source.parts)), seed=self._source.seed,
+            )  # fmt: skip
         return self._readers[part, columns]
 
     def _fitting(self, part: int, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -29,36 +29,27 @@ _MEMORY_SHARE = 4  # of the memory of a reader goes to the second data set's row
 
 @dataclass(frozen=True, kw_only=True)
 class _ZippedIndex(Index):
-    """Index of two data sets side by side.
-
-    Attributes:
-        places: (rows,) int64, for each row its place in the second; None where that is the same.
-    """
+    """Index of two data sets side by side."""
 
     sides: tuple[Index, Index]
-    places: Rows | None = None
+    places: Rows | None = None  # (rows,) int64, for each row its place in the second; None where that is the same
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ZippedSource:
-    """The rows of `base` in their order, with the columns of `other`, which has a column `sample`.
-
-    Attributes:
-        prefix: of the other's columns while transforms run, which see one side only; then `sample` is among them.
-    """
+class _ZippedSource(Source):
+    """The rows of `base` in their order, with the columns of `other`, which has a column `sample`."""
 
     base: Source
     other: Source
+    # of the other's columns while transforms run, which see one side only; then `sample` is among them
     prefix: str = ""
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         return f"{self.base.describe()}.beside({self.other.describe()})"
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through before."""
-        return (*getattr(self.base, "functions", ()), *getattr(self.other, "functions", ()))
+        return (*self.base.functions, *self.other.functions)
 
     def index(self) -> _ZippedIndex:
         """Index both and read the column `sample`.
@@ -81,9 +72,8 @@ class _ZippedSource:
         )
 
     def open(self, index: Index) -> _ZippedLoader:
-        """A loader for one process."""
         assert isinstance(index, _ZippedIndex), "data sets side by side are opened with an index of their own"
-        return _ZippedLoader(self, index, self.base.open(index.sides[0]), _SecondRows(self, index))
+        return _ZippedLoader(index, self.base.open(index.sides[0]), _SecondRows(self, index))
 
     def _places(self, rows: int, other: Index) -> Rows | None:
         """Where each row's other is. Raises DataError where that is not exactly one place."""
@@ -131,29 +121,25 @@ class _ZippedSource:
         )
 
 
-class _ZippedLoader:
+class _ZippedLoader(Loader):
     """Loads a row group of the first, and the rows beside it."""
 
-    def __init__(self, source: _ZippedSource, index: _ZippedIndex, base: Loader, others: _SecondRows) -> None:
+    def __init__(self, index: _ZippedIndex, base: Loader, others: _SecondRows) -> None:
         self._index, self._base, self._others = index, base, others
-        if hasattr(base, "twin"):
-            self.twin = lambda: _ZippedLoader(source, index, base.twin(), others)
-        if hasattr(base, "fill"):
-            self.fill = self._fill
+
+    def twin(self) -> _ZippedLoader | None:
+        base = self._base.twin()
+        return None if base is None else _ZippedLoader(self._index, base, self._others)
 
     @property
     def varying(self) -> bool:
-        """Whether rows of one of the two were random."""
-        return self._others.varying or bool(getattr(self._base, "varying", False))
+        return self._others.varying or self._base.varying
 
     def begin(self, seed: int, epoch: int) -> None:
-        """What is loaded from now on belongs to an epoch of a run with this seed."""
         self._others.seed, self._others.epoch = seed, epoch
-        if hasattr(self._base, "begin"):
-            self._base.begin(seed, epoch)
+        self._base.begin(seed, epoch)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number`; raises what the two raise."""
         schema = self._index.sides[0].schema
         own = [name for name in columns if name in schema]
         found = self._base.load(number, own) if own else {}
@@ -162,15 +148,14 @@ class _ZippedLoader:
             found = {**found, **self._others.rows_of(self._rows(number), names)}
         return {name: found[name] for name in columns}
 
-    def _fill(self, number: int, rows: range, into: Arrays) -> list[str]:
+    def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
         """Some rows of a row group, as the first's loader can read them alone; the names that are left."""
         schema, some = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
         names = tuple(name for name in into if name not in schema)
         for name, array in self._others.rows_of(some, names).items() if names else ():
             into[name][...] = array
         own = {name: array for name, array in into.items() if name in schema}
-        left: list[str] = self._base.fill(number, rows, own) if own else []  # type: ignore[attr-defined]
-        return left
+        return self._base.fill(number, rows, own) if own else []
 
     def _rows(self, number: int) -> Rows:
         group = self._index.groups[number]

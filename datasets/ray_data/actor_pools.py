@@ -69,21 +69,13 @@ class _TransformActor:
 
 @dataclass(kw_only=True, eq=False)
 class _PendingPiece:
-    """One piece on its way through a pool.
+    """One piece on its way through a pool."""
 
-    Attributes:
-        place: in the order in which pieces are wanted.
-        arguments: of `_TransformActor.compute`.
-        wanted: whether a consumer still waits for it.
-        done: result of `TransformPool.compute`.
-        deaths: of actors that computed it.
-    """
-
-    place: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    wanted: Callable[[], bool]
-    done: asyncio.Future[Any]
-    deaths: int = 0
+    place: tuple[int, ...]  # in the order in which pieces are wanted
+    arguments: tuple[Any, ...]  # of `_TransformActor.compute`
+    wanted: Callable[[], bool]  # whether a consumer still waits for it
+    done: asyncio.Future[Any]  # result of `TransformPool.compute`
+    deaths: int = 0  # of actors that computed it
 
 
 @dataclass(kw_only=True, eq=False)
@@ -114,23 +106,14 @@ class _InFlight:
 
 @dataclass(kw_only=True, eq=False)
 class TransformPool:
-    """Actors for one heavy transform. Used within one event loop.
+    """Actors for one heavy transform. Used within one event loop."""
 
-    Args:
-        step: the transform.
-        recipe: reference of a pickled `PipelineSpec` with the transform.
-        stage: its number there.
-        size: number of actors.
-        pace: durations of pieces, and their limit.
-        note: called with a text when an actor is replaced.
-    """
-
-    step: BatchMap
-    recipe: Any
-    stage: int
-    size: int
-    pace: BatchDurations
-    note: Callable[[str], object]
+    step: BatchMap  # the transform
+    recipe: Any  # reference of a pickled `PipelineSpec` with the transform
+    stage: int  # its number there
+    size: int  # number of actors
+    pace: BatchDurations  # durations of pieces, and their limit
+    note: Callable[[str], object]  # called with a text when an actor is replaced
     _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _PendingPiece]] = field(
         default_factory=asyncio.PriorityQueue
     )
@@ -280,18 +263,15 @@ class TransformPool:
             self._queue.get_nowait()[2].done.set_exception(self._failed)
 
 
-def pooled_transforms(recipes: Sequence[PipelineSpec]) -> dict[_StageKey, BatchMap]:
-    """The heavy transforms on actors, by data set and stage."""
-    return {(source, stage): recipe.heavy(stage) for source, recipe in enumerate(recipes) for stage in recipe.on_actors}
-
-
-def pool_groups(recipes: Sequence[PipelineSpec]) -> dict[tuple[Any, ...], list[_StageKey]]:
-    """Group the stages that share a pool: the same class with the same arguments and needs."""
-    found: dict[tuple[Any, ...], list[_StageKey]] = {}
-    for slot, step in pooled_transforms(recipes).items():
-        key = getattr(step.function, "key", slot)
-        found.setdefault((key, step.cpus, step.gpus), []).append(slot)
-    return found
+def pool_groups(recipes: Sequence[PipelineSpec]) -> list[tuple[BatchMap, list[_StageKey]]]:
+    """Heavy transforms on actors, each with the stages that share its pool: the same class, arguments and needs."""
+    found: dict[tuple[Any, ...], tuple[BatchMap, list[_StageKey]]] = {}
+    for source, recipe in enumerate(recipes):
+        for stage in recipe.on_actors:
+            step = recipe.heavy(stage)
+            key = getattr(step.function, "key", (source, stage)), step.cpus, step.gpus
+            found.setdefault(key, (step, []))[1].append((source, stage))
+    return list(found.values())
 
 
 def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
@@ -303,8 +283,7 @@ def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) 
     Raises:
         ResourceError: there is no room for one each.
     """
-    steps = pooled_transforms(recipes)
-    first = [steps[slots[0]] for slots in pool_groups(recipes).values()]
+    first = [step for step, _ in pool_groups(recipes)]
     tasks = [recipe.heavy(stage) for recipe in recipes for stage in range(1, recipe.on_actors.start)]
     members = [step.needs for step in first]
     if tasks:

@@ -23,7 +23,7 @@ from trainwright.core.errors import DataError, HangError, TrainwrightError
 from trainwright.core.pickling import loads
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.ray_data import delivery_pipeline
-from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups, pooled_transforms
+from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups
 from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, SharePart
 from trainwright.datasets.ray_data.hang_timeout import BatchDurations
 
@@ -43,29 +43,18 @@ class ShareReply:
 
 @dataclass(kw_only=True)
 class _PipelineWindow:
-    """What one pipeline has delivered so far and may still deliver. Only the event loop changes it.
-
-    Attributes:
-        start: first step.
-        total: number of data ranks.
-        parts: finished pieces by label.
-        asked: by rank, the chunk asked for last.
-        floors: by rank, the first chunk still kept.
-        waits: consumers that wait for one of its shares.
-        going: pieces on their way through pool actors.
-        error: why the pipeline ended early.
-    """
+    """What one pipeline has delivered so far and may still deliver. Only the event loop changes it."""
 
     number: int
-    start: int
-    total: int
-    parts: dict[_Label, dict[int, tuple[Any, int]]] = field(default_factory=dict)
+    start: int  # first step
+    total: int  # number of data ranks
+    parts: dict[_Label, dict[int, tuple[Any, int]]] = field(default_factory=dict)  # finished pieces by label
     counts: dict[_Label, int] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)
-    floors: dict[int, int] = field(default_factory=dict)
-    waits: int = 0
-    going: set[asyncio.Task[None]] = field(default_factory=set)
-    error: TrainwrightError | None = None
+    asked: dict[int, int] = field(default_factory=dict)  # by rank, the chunk asked for last
+    floors: dict[int, int] = field(default_factory=dict)  # by rank, the first chunk still kept
+    waits: int = 0  # consumers that wait for one of its shares
+    going: set[asyncio.Task[None]] = field(default_factory=set)  # pieces on their way through pool actors
+    error: TrainwrightError | None = None  # why the pipeline ended early
 
     def complete(self, label: _Label) -> bool:
         """Whether all pieces of the share have arrived."""
@@ -88,19 +77,12 @@ class _PipelineWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgress:
-    """The progress of a stage.
+    """The progress of a stage."""
 
-    Attributes:
-        name: of its function; `delivery_pipeline.READING` for the stage before the first heavy one.
-        slots: processes that it may use at a time.
-        seconds: of computation, over all processes.
-        elapsed_s: since the first piece was asked for.
-    """
-
-    name: str
-    slots: int
-    seconds: float
-    elapsed_s: float
+    name: str  # of its function; `delivery_pipeline.READING` for the stage before the first heavy one
+    slots: int  # processes that it may use at a time
+    seconds: float  # of computation, over all processes
+    elapsed_s: float  # since the first piece was asked for
 
     @property
     def busy(self) -> float:
@@ -123,15 +105,13 @@ class DeliveryActor:
         made: list[PipelineSpec] = [loads(recipe) for recipe in recipes]
         stored = [ray.put(recipe) for recipe in recipes]
         sizes, left = allocate_actors(made, free)
-        steps, self._pools = pooled_transforms(made), list[TransformPool]()
+        self._pools = list[TransformPool]()
         self._notes, self._noted = list[str](), asyncio.Event()
         shared: dict[tuple[int, int], TransformPool] = {}
-        for size, slots in zip(sizes, pool_groups(made).values(), strict=True):
+        for size, (step, slots) in zip(sizes, pool_groups(made), strict=True):
             source, stage = slots[0]
-            step, recipe = steps[slots[0]], stored[source]
-            pool = TransformPool(
-                step=step, recipe=recipe, stage=stage, size=size, pace=BatchDurations(most_s=piece_s), note=self._note
-            )
+            pace = BatchDurations(most_s=piece_s)
+            pool = TransformPool(step=step, recipe=stored[source], stage=stage, size=size, pace=pace, note=self._note)
             self._pools.append(pool)
             shared.update(dict.fromkeys(slots, pool))
         self.feeders = [
@@ -176,14 +156,7 @@ class DeliveryActor:
 
 
 class DatasetDelivery:
-    """Delivers one data set.
-
-    Args:
-        source: its number.
-        recipe: of its pieces; `stored` references the pickled one.
-        free: CPUs and GPUs for Ray Data's tasks.
-        pools: for each stage on actors.
-    """
+    """Delivers one data set, known by the number `source`; `stored` references its pickled recipe."""
 
     def __init__(
         self, source: int, recipe: PipelineSpec, stored: Any, free: Mapping[str, float], pools: list[TransformPool]
@@ -244,7 +217,13 @@ class DatasetDelivery:
                 else:  # consumers of the current pipeline come first
                     await self._wait(until, None)
         except TimeoutError:
-            return ShareReply(error=_share_timeout_error(step, rank, deadline_s, self._given()))
+            given = f" with {self._given()}" if self._given() else ""
+            error = HangError(
+                f"Ray Data{given} delivered nothing within {deadline_s:g} s",
+                where=f"data rank {rank}, step {step}",
+                remedy="leave more CPUs free for Ray Data (fewer workers), or make the transform quicker",
+            )
+            return ShareReply(error=error)
         finally:
             self._tell()
 
@@ -369,12 +348,3 @@ class DatasetDelivery:
 
     def _steps(self, chunks: int) -> int:
         return int(chunks * self._recipe.length)
-
-
-def _share_timeout_error(step: int, rank: int, deadline_s: float, given: str = "") -> HangError:
-    """A share did not come in time."""
-    return HangError(
-        f"Ray Data{f' with {given}' if given else ''} delivered nothing within {deadline_s:g} s",
-        where=f"data rank {rank}, step {step}",
-        remedy="leave more CPUs free for Ray Data (fewer workers), or make the transform quicker",
-    )

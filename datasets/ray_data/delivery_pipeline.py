@@ -68,21 +68,13 @@ class _PartContent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """All that a process needs to compute any piece of a run.
+    """All that a process needs to compute any piece of a run."""
 
-    Attributes:
-        dataset: with its transforms.
-        index: of the data set.
-        columns: to keep; None keeps all.
-        schedule: of the steps.
-        length: steps of a chunk.
-    """
-
-    dataset: Dataset
-    index: Index
-    columns: tuple[str, ...] | None
-    schedule: StepSchedule
-    length: int
+    dataset: Dataset  # with its transforms
+    index: Index  # of the data set
+    columns: tuple[str, ...] | None  # to keep; None keeps all
+    schedule: StepSchedule  # of the steps
+    length: int  # steps of a chunk
 
     @cached_property
     def reader(self) -> RowAccess:
@@ -149,17 +141,11 @@ class PipelineSpec:
 
 
 class ReadGate(NamedTuple):
-    """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory.
+    """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory."""
 
-    Attributes:
-        feeder: handle of the actor, with `admit(source, pipeline, step) -> bool`.
-        pipeline: number of the pipeline.
-        source: number of the data set.
-    """
-
-    feeder: Any
-    pipeline: int
-    source: int = 0
+    feeder: Any  # handle of the actor, with `admit(source, pipeline, step) -> bool`
+    pipeline: int  # number of the pipeline
+    source: int = 0  # number of the data set
 
     def pass_(self, step: int) -> None:
         """Wait until pieces of the chunk at `step` are wanted. Raises RuntimeError where they never will be."""
@@ -195,12 +181,6 @@ def run_pipeline(
 
     Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
     loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
-
-    Args:
-        recipe: a pickled `PipelineSpec`.
-        pieces: to compute; may be endless.
-        free: CPUs and GPUs that its tasks may use at a time.
-        gate: passed before each piece is read.
     """
     stages, waiting = _load_spec(recipe), iter(pieces)
     context = DataContext.get_current()

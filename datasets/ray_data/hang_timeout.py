@@ -10,15 +10,10 @@ _PATIENCE, _LEAST_S = 10.0, 15.0  # times the longest batch so far; a machine ca
 
 @dataclass(kw_only=True)
 class BatchDurations:
-    """How long batches of one kind of work take.
+    """How long batches of one kind of work take."""
 
-    Attributes:
-        most_s: limit of a batch; the only one until a batch is done.
-        longest_s: of the longest batch so far; 0 while none is done.
-    """
-
-    most_s: float
-    longest_s: float = 0.0
+    most_s: float  # limit of a batch; the only one until a batch is done
+    longest_s: float = 0.0  # of the longest batch so far; 0 while none is done
 
     def took(self, seconds: float) -> None:
         """Record a finished batch."""
@@ -43,15 +38,10 @@ class BatchDurations:
 
 @dataclass(kw_only=True)
 class SilenceTimer:
-    """How long an actor has been silent. Time in which this process itself was paused does not count.
+    """How long an actor has been silent. Time in which this process itself was paused does not count."""
 
-    Attributes:
-        looked_s: time of the last check; there is one every `CHECK_INTERVAL_S`.
-        seconds: of silence until then.
-    """
-
-    looked_s: float
-    seconds: float = 0.0
+    looked_s: float  # time of the last check; there is one every `CHECK_INTERVAL_S`
+    seconds: float = 0.0  # of silence until then
 
     def look(self, now_s: float) -> float:
         """Return the seconds of silence until now."""

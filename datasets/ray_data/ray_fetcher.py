@@ -40,15 +40,7 @@ _DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time fo
 
 
 class RayFetcher:
-    """Fetches the shares of a consumer from the delivery actor. Picklable; each consumer uses a copy of its own.
-
-    Args:
-        feeder: handle of the `DeliveryActor`.
-        source: number of the data set there.
-        schedule: of the steps.
-        length: steps of a chunk.
-        deadline_s: to wait for one share.
-    """
+    """Fetches the shares of a consumer from the delivery actor. Picklable; each consumer uses a copy of its own."""
 
     def __init__(self, feeder: Any, source: int, schedule: StepSchedule, length: int, deadline_s: float) -> None:
         self.feeder, self._source = feeder, source
@@ -147,33 +139,19 @@ class RayFetcher:
 
 
 def make_pipeline_spec(
-    dataset: Dataset,
-    index: Index,
-    *,
-    batch_size: int,
-    epochs: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    epoch_samples: int | None = None,
-    columns: Iterable[str] | None = None,
-    window: int | None = None,
+    dataset: Dataset, index: Index, *, columns: Iterable[str] | None = None, **ordering: Any
 ) -> PipelineSpec:
     """Return the pipeline of a heavy data set: one with a transform that asks for CPUs or GPUs.
 
     Args:
-        batch_size: global; this and the rest as for `BatchLoader`.
+        columns: that it gives; by default all.
+        ordering: as of `make_schedule`.
     """
     from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
-    schedule = make_schedule(
-        index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
-        epoch_samples=epoch_samples, window=window,
-    )  # fmt: skip
-    names = None if columns is None else tuple(columns)
-    return PipelineSpec(
-        dataset=dataset, index=index, columns=names, schedule=schedule, length=max(_CHUNK_ROWS // batch_size, 1)
-    )
+    schedule, names = make_schedule(index, **ordering), None if columns is None else tuple(columns)
+    length = max(_CHUNK_ROWS // schedule.batch_size, 1)
+    return PipelineSpec(dataset=dataset, index=index, columns=names, schedule=schedule, length=length)
 
 
 def start_delivery(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.data import Terms
 from trainwright.core.errors import JobError, nearest
+from trainwright.core.frameworks import load_module
 from trainwright.core.loss_api import (
     TEACHER_WEIGHTS_OUTPUT,
     InlineTeacher,
@@ -17,13 +20,6 @@ from trainwright.core.loss_api import (
     teacher_column,
 )
 from trainwright.core.metric_states import is_stateful
-from trainwright.strategies.distillation.divergences import (
-    TensorOps,
-    combined_teacher,
-    divergence,
-    teacher_entropy,
-    tensor_ops_for,
-)
 from trainwright.strategies.distillation.layer_match import (
     Shape,
     layer_distance,
@@ -44,30 +40,22 @@ class DistillationLoss:
     `clip_norm`, couple them, and random numbers, which they draw one after the other. Weights of the hard loss are
     those of samples or tokens, and must not depend on the outputs.
 
-    Attributes:
-        soft: how labels and teachers make the loss.
-        hard: the job's own loss of a student's outputs and the labels; None without labels.
-        targets: the job's target columns, in order.
-        labels: the targets that `hard` gets, in order.
-        students: their names. The outputs of one student without matches and learned weights are not in a dict.
-        teachers: names of the teachers whose columns are among the targets.
-        inline: teachers that run in the step, by name; they have no columns.
-        mutual: each student is a teacher of the others (Zhang et al., 2018, deep mutual learning).
-        joint: students that are teachers of the others, and learn from the hard loss alone.
-
     Raises:
         JobError: with all problems.
     """
 
-    soft: SoftLoss
+    soft: SoftLoss  # how labels and teachers make the loss
+    # the job's own loss of a student's outputs and the labels; None without labels
     hard: Callable[[Any, Any], Any] | None
-    targets: tuple[str, ...]
-    labels: tuple[str, ...] = ()
+    targets: tuple[str, ...]  # the job's target columns, in order
+    labels: tuple[str, ...] = ()  # the targets that `hard` gets, in order
+    # their names. The outputs of one student without matches and learned weights are not in a dict.
     students: tuple[str, ...] = ("student",)
-    teachers: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()  # names of the teachers whose columns are among the targets
+    # teachers that run in the step, by name; they have no columns
     inline: Mapping[str, InlineTeacher] = field(default_factory=dict)
-    mutual: bool = False
-    joint: tuple[str, ...] = ()
+    mutual: bool = False  # each student is a teacher of the others (Zhang et al., 2018, deep mutual learning)
+    joint: tuple[str, ...] = ()  # students that are teachers of the others, and learn from the hard loss alone
 
     def __post_init__(self) -> None:
         problems = [*self._named(), *self._untaught(), *self._mismatched()]
@@ -132,11 +120,6 @@ class DistillationLoss:
                 yield from name_problems(what, name)
         for name in sorted({*self.students} & {*self.told}):
             yield f"{name!r} is the name of a student and of a teacher: rename one"
-        missing = [*self.labels, *map(teacher_column, self.teachers), *([self.soft.mask] if self.soft.mask else [])]
-        missing += [name for teacher in self.inline.values() for name in teacher.wanted]
-        for name in dict.fromkeys(missing):
-            if name not in self.targets:
-                yield f"targets= has no column {name!r}: {nearest(name, self.targets)}"
         for name in self.joint:
             if name not in self.students:
                 yield f"joint= names {name!r}, which is no student: {nearest(name, self.students)}"
@@ -168,13 +151,6 @@ class DistillationLoss:
                 yield f"Match(of={match.of!r}): there is no such teacher: {nearest(match.of, known)}"
             elif not match.of and len(known) != 1:
                 yield f"Match(student={match.student!r}): say of which teacher: of= one of {', '.join(known) or 'none'}"
-            elif (teacher := self.teacher_of(match)) in self.told:
-                column = teacher_column(teacher, match.teacher)
-                for_whom = f"which Match(student={match.student!r}) needs"
-                if teacher in self.teachers and column not in self.targets:
-                    yield f"targets= has no column {column!r}, {for_whom}"
-                if teacher in self.inline and column not in self.inline[teacher].columns:
-                    yield f"{teacher!r} does not tell its layer {match.teacher!r}, {for_whom}: give its Teacher layers="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +181,63 @@ def student_metrics(
     }
 
 
+# --- The tensor functions of a framework; `model_backend` of its `distillation` package has them ----------------------
+
+
+_FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
+_Op = Callable[..., Any]
+"""A function of tensors that returns a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOps:
+    """The tensor functions of a framework that the losses use. Axes count from 0, which are the rows."""
+
+    channels: int  # the usual axis of a feature map's channels
+    is_tensor: Callable[[Any], bool]
+    first: _Op  # the first tensor of a model's outputs
+    shape: Callable[[Any], tuple[int | None, ...]]  # sizes; None if unknown
+    wide: _Op  # as float64 if it is that, else as float32: half precision is too coarse for a divergence
+    typed: _Op  # (value, like): in the type of another tensor
+    near: _Op  # (value, like): in the type and on the device of another tensor, without a gradient
+    held: _Op  # without a gradient
+    precisely: Callable[[Any], AbstractContextManager[Any]]  # (like): computes nothing in half precision
+    called: _Op  # (function, outputs, targets, *, metric=False): calls a loss or metric of the user as the engines do
+    answers: Callable[[InlineTeacher, Mapping[str, Any], Any], Mapping[str, Any]]
+    """(teacher, columns, like): the columns of an inline teacher, on the device of a tensor."""
+    log_softmax: _Op  # along the last axis
+    log_sigmoid: _Op
+    exp: _Op
+    log: _Op
+    log_add: _Op  # (one, other): log(exp(one) + exp(other))
+    log_total: _Op  # log of the sum of exp over the first axis
+    softmax: _Op  # along the first axis
+    counted: _Op  # (probability, value): their product; 0 where the probability is 0, whatever the value
+    total: _Op  # (value, axes): the sum
+    mean: _Op  # (value, axes)
+    unit: _Op  # normalized to length 1 along the last axis
+    stacked: _Op  # (values): along a new first axis
+    unstacked: Callable[[Any], Sequence[Any]]  # the parts along the first axis
+    paired: _Op  # (one, other): along a new last axis
+    transposed: _Op  # (value, axes): with its axes in this order
+    flat: _Op  # (rows, ...) as (rows, numbers)
+    shortened: _Op  # (value, like): the first tokens of (rows, tokens), as many as another tensor has
+    widened: _Op  # (value, dimensions): with axes of size 1 behind its own
+
+
+def tensor_ops_for(outputs: Any) -> TensorOps:
+    """Return the functions for the framework of some outputs. Raises JobError if they are no tensors."""
+    value = outputs
+    while isinstance(value, Mapping | tuple | list) and len(value):
+        value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
+    for kind in type(value).__mro__:
+        framework = _FRAMEWORKS.get(kind.__module__.partition(".")[0])
+        if framework:
+            tensors: TensorOps = load_module(f"trainwright.strategies.{framework}.distillation.model_backend").TENSORS
+            return tensors
+    raise JobError([f"the model returned {type(value).__name__}: return tensors of torch or TensorFlow"])
+
+
 # --- One batch of students and their teachers -------------------------------------------------------------------------
 
 
@@ -221,7 +254,7 @@ class _BatchLoss:
 
     def terms(self) -> Any:
         """Return the sum over the students."""
-        results = [self._hard(name) for name in self._loss.joint]
+        results = [self._hard_of(self._loss.said(self._outputs, name)) for name in self._loss.joint]
         results += [self._student(name) for name in self._loss.learners]
         if self._soft.combine == "learned":
             results.append(self._mixture())
@@ -230,9 +263,6 @@ class _BatchLoss:
             total = total + result.values
         weights = results[-1].weights
         return total if weights is None else Terms(total, weights)
-
-    def _hard(self, student: str) -> Terms:
-        return self._hard_of(self._loss.said(self._outputs, student))
 
     def _hard_of(self, outputs: Any) -> Terms:
         """Return the hard loss of some outputs, and its weights or None."""
@@ -263,8 +293,10 @@ class _BatchLoss:
     def _divergence(self, own: Any, student: str, teacher: str, hard: Terms | None) -> Any:
         """Return the divergence of a student from a teacher, in the shape of the hard loss."""
         said = self._ops.near(self._said(teacher), own)
-        self._alike(own, said, student, teacher)
-        apart = divergence(self._soft, own, said, self._ops)
+        problem = output_mismatch(self._soft.kind, self._ops.shape(own), self._ops.shape(said), student, teacher)
+        if problem:
+            raise JobError([problem])
+        apart = _divergence_of(self._soft, own, said, self._ops)
         return self._fitted(apart, hard, own)
 
     def _fitted(self, values: Any, hard: Terms | None, own: Any) -> Any:
@@ -295,7 +327,8 @@ class _BatchLoss:
         if self._soft.combine == "fixed" or len(terms) == 1:
             shares: Sequence[Any] = self._soft.share(teachers)
         elif self._soft.combine == "learned":
-            shares = [self._spread(share, terms[0]) for share in self._learned()]
+            learned = self._ops.unstacked(self._ops.held(self._weighing()))
+            shares = [self._spread(share, terms[0]) for share in learned]
         else:
             shares = self._confidence(teachers, hard, own)
         total = terms[0] * shares[0]
@@ -311,12 +344,8 @@ class _BatchLoss:
             if hard is not None:
                 sure.append(-ops.near(self._hard_of(self._as_said(said)).values, own))
             else:
-                sure.append(-self._fitted(teacher_entropy(self._soft, said, ops), hard, own))
+                sure.append(-self._fitted(_teacher_entropy(self._soft, said, ops), hard, own))
         return ops.unstacked(ops.held(ops.softmax(ops.stacked(sure))))
-
-    def _learned(self) -> Sequence[Any]:
-        """Return each teacher's learned weight, (rows,), without a gradient."""
-        return self._ops.unstacked(self._ops.held(self._weighing()))
 
     def _weighing(self) -> Any:
         """Return each teacher's learned weight with its gradient, (teachers, rows)."""
@@ -329,7 +358,7 @@ class _BatchLoss:
         with ops.precisely(self._like):
             said = ops.stacked([ops.near(self._said(teacher), self._like) for teacher in teachers])
             shares = ops.stacked([self._spread(share, said[0]) for share in ops.unstacked(self._weighing())])
-            mixed = combined_teacher(self._soft, said, shares, ops)
+            mixed = _combined_teacher(self._soft, said, shares, ops)
         return self._hard_of(self._as_said(mixed))
 
     def _spread(self, share: Any, like: Any) -> Any:
@@ -380,15 +409,79 @@ class _BatchLoss:
         tokens = self._soft.kind == "language_model"
         return layer_distance(match, own, ops.near(theirs, own), like, ops, tokens=tokens, where=where)
 
-    def _alike(self, own: Any, said: Any, student: str, teacher: str) -> None:
-        """Raise JobError for different classes, labels, words or shapes."""
-        problem = output_mismatch(self._soft.kind, self._ops.shape(own), self._ops.shape(said), student, teacher)
-        if problem:
-            raise JobError([problem])
-
 
 def _of_next(hard: Shape, soft: Shape) -> bool:
     """Return whether a hard loss of tokens is, or may be, that of the next tokens: the last token has none."""
     if len(hard) != 2 or len(soft) != 2:
         return False
     return hard[1] is None or soft[1] is None or hard[1] == soft[1] - 1
+
+
+# --- Divergences of a student's outputs from a teacher's --------------------------------------------------------------
+
+
+def _divergence_of(soft: SoftLoss, student: Any, teacher: Any, ops: TensorOps) -> Any:
+    """Return D(teacher, student) at temperature T, without the factor T^2.
+
+    Args:
+        student, teacher: logits or values of one shape, wide.
+
+    Returns:
+        One value for each sample or token; in multi-label one for each label, in regression one for each number.
+    """
+    if soft.kind == "regression":
+        return soft.divergence(student, teacher) if callable(soft.divergence) else _squared(student - teacher)
+    student, teacher = student / soft.temperature, teacher / soft.temperature
+    if callable(soft.divergence):
+        return soft.divergence(student, teacher)
+    if soft.divergence == "mse":
+        squared = _squared(student - teacher)
+        return squared if soft.kind == "multi_label" else ops.mean(squared, (len(ops.shape(squared)) - 1,))
+    theirs, own = _outcomes(soft, teacher, ops), _outcomes(soft, student, ops)
+    if soft.divergence == "kl":
+        return _kl(theirs, own, ops)
+    if soft.divergence == "reverse_kl":
+        return _kl(own, theirs, ops)
+    middle = ops.log_add(own, theirs) - math.log(2.0)
+    return _kl(theirs, middle, ops) * 0.5 + _kl(own, middle, ops) * 0.5
+
+
+def _teacher_entropy(soft: SoftLoss, teacher: Any, ops: TensorOps) -> Any:
+    """Return the entropy of a teacher's outputs, for each sample, token or label."""
+    chances = _outcomes(soft, teacher, ops)
+    return -_last_total(ops.counted(ops.exp(chances), chances), ops)
+
+
+def _combined_teacher(soft: SoftLoss, said: Any, shares: Any, ops: TensorOps) -> Any:
+    """Return the outputs of several teachers as one: the logits of their mean probabilities, or the mean of values.
+
+    Args:
+        said: (teachers, rows, ...) logits or values.
+        shares: (teachers, rows, 1, ...) whose sum over the teachers is 1.
+    """
+    if soft.kind == "regression":
+        return ops.total(said * shares, (0,))
+    logs = ops.log(shares)
+    if soft.kind == "multi_label":
+        return ops.log_total(ops.log_sigmoid(said) + logs) - ops.log_total(ops.log_sigmoid(-said) + logs)
+    return ops.log_total(ops.log_softmax(said) + logs)
+
+
+def _outcomes(soft: SoftLoss, logits: Any, ops: TensorOps) -> Any:
+    """Return log probabilities along the last axis: of the classes, or of yes and no for each label."""
+    if soft.kind == "multi_label":
+        return ops.paired(ops.log_sigmoid(logits), ops.log_sigmoid(-logits))
+    return ops.log_softmax(logits)
+
+
+def _kl(one: Any, other: Any, ops: TensorOps) -> Any:
+    """Return KL(one || other) of log probabilities along the last axis."""
+    return _last_total(ops.counted(ops.exp(one), one - other), ops)
+
+
+def _last_total(value: Any, ops: TensorOps) -> Any:
+    return ops.total(value, (len(ops.shape(value)) - 1,))
+
+
+def _squared(value: Any) -> Any:
+    return value * value

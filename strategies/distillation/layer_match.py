@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.distillation.divergences import TensorOps
 
 if TYPE_CHECKING:
     from trainwright.core.soft_loss import Match
+    from trainwright.strategies.distillation.distillation_loss import TensorOps
 
 Shape = tuple[int | None, ...]
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # of feature maps: where the channels go
@@ -18,16 +18,11 @@ _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # of feature maps: where the c
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProjection:
-    """A linear map from a student's width to a teacher's.
+    """A linear map from a student's width to a teacher's."""
 
-    Attributes:
-        axis: of the layer's output that is mapped; the first is the rows.
-        given, wanted: its sizes at the student and at the teacher.
-    """
-
-    axis: int
-    given: int
-    wanted: int
+    axis: int  # of the layer's output that is mapped; the first is the rows
+    given: int  # its size at the student
+    wanted: int  # its size at the teacher
 
 
 def layer_item(layer: str) -> tuple[str, str]:
@@ -38,12 +33,6 @@ def layer_item(layer: str) -> tuple[str, str]:
 
 def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Callable[[Any], bool]) -> Any:
     """Return the selected tensor of a layer's output.
-
-    Args:
-        outputs: of layers, by name.
-        name: of the layer.
-        item: see `layer_item`.
-        is_tensor: whether a value is a tensor.
 
     Raises:
         JobError: the layer did not run, or its output has no such tensor.
@@ -130,13 +119,7 @@ def shapes_match(one: Shape, other: Shape) -> bool:
 
 
 def output_mismatch(kind: str, own: Shape, said: Shape, student: str, teacher: str) -> str:
-    """Return why the outputs of a student and a teacher cannot be compared; empty if they can.
-
-    Args:
-        kind: see `SoftLoss`.
-        own, said: shapes of the outputs of student and teacher.
-        student, teacher: names.
-    """
+    """Return why the outputs of a student and a teacher cannot be compared; empty if they can."""
     if shapes_match(own, said):
         return ""
     what = {"classification": "classes", "multi_label": "labels", "language_model": "words in the vocabulary"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trainwright.core import random_state
 from trainwright.core.data import Columns
@@ -21,29 +21,13 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutputs:
-    """Outputs of the combined model beside the students' own outputs.
+    """Outputs of the combined model beside the students' own outputs."""
 
-    Attributes:
-        layers: output -> student, and its layer.
-        bridges: projections of layers to another width, by output.
-        teachers: number of teachers with learned weights; 0 if weights are not learned.
-        only: the one student that runs, whose outputs are returned without a dict; empty for all.
-    """
-
-    layers: Mapping[str, tuple[str, str]]
+    layers: Mapping[str, tuple[str, str]]  # output -> student, and its layer
+    # projections of layers to another width, by output
     bridges: Mapping[str, LayerProjection] = field(default_factory=dict)
-    teachers: int = 0
-    only: str = ""
-
-
-class StudentBackend(Protocol):
-    """The functions of a framework that combine students."""
-
-    def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> Any:
-        """Combine several models into one."""
-
-    def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
-        """Return the shapes of the model's outputs, by name; rows are None."""
+    teachers: int = 0  # number of teachers with learned weights; 0 if weights are not learned
+    only: str = ""  # the one student that runs, whose outputs are returned without a dict; empty for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +37,12 @@ class StudentModels:
     The model has the students' own parameters, as `students.<name>.<parameter>`, those of the bridges and the learned
     weights of teachers. It returns {student: its outputs}, and the matched layers. Each student gets the initial
     weights that it would have alone.
-
-    Attributes:
-        builders: name -> () -> model; of one framework.
-        loss: with the matched layers.
-        bridges: projections, see `fitted`.
-        only: see `alone`.
     """
 
-    builders: Mapping[str, Builder]
-    loss: DistillationLoss
-    bridges: Mapping[str, LayerProjection] = field(default_factory=dict)
-    only: str = ""
+    builders: Mapping[str, Builder]  # name -> () -> model; of one framework
+    loss: DistillationLoss  # with the matched layers
+    bridges: Mapping[str, LayerProjection] = field(default_factory=dict)  # projections, see `fitted`
+    only: str = ""  # see `alone`
 
     def __post_init__(self) -> None:
         if tuple(self.builders) != self.loss.students:
@@ -78,15 +56,12 @@ class StudentModels:
         for name, build in self.builders.items():
             again()
             models[name] = build()
-        return _classes(next(iter(models.values()))).model_of(models, self.wanted)
+        return model_backend(next(iter(models.values()))).combine_students(models, self.wanted)
 
     def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> StudentModels:
         """Return the builder with the projections that its matches need. Run the students once on a row to find them.
 
-        Args:
-            sample: columns of one row or a few, after collation, with those of the teachers.
-            inputs: columns given to the model.
-            keywords: the model's argument for each of `inputs`.
+        `sample` has the columns of a row after collation, with those of the teachers.
 
         Raises:
             JobError: a layer is unknown, or two cannot be compared.
@@ -94,7 +69,7 @@ class StudentModels:
         if not self.loss.soft.matches:
             return self
         bare = replace(self, bridges={}, only="")
-        found = _classes(next(iter(self.builders.values()))()).shapes(bare, sample, inputs, keywords)
+        found = model_backend(next(iter(self.builders.values()))()).built_shapes(bare, sample, inputs, keywords)
         bridges: dict[str, LayerProjection] = {}
         problems: list[str] = []
         for student in self.loss.learners:
@@ -146,17 +121,14 @@ def unwrap_student(model: Any) -> Any:
     return model.students[only] if only and hasattr(model, "students") else model
 
 
-def _classes(model: Any) -> StudentBackend:
-    """Return the backend for a model's framework. Raises JobError if it is no model."""
+def model_backend(model: Any) -> Any:
+    """Return the `distillation.model_backend` of a model's framework, or of a parameter's. Raises JobError."""
     for kind in type(model).__mro__:
         for package, framework in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
-                classes: StudentBackend = load_module(
-                    f"trainwright.strategies.{framework}.distillation.student_models"
-                ).CLASSES
-                return classes
+                return load_module(f"trainwright.strategies.{framework}.distillation.model_backend")
     named = f"{type(model).__module__}.{type(model).__qualname__}"
-    raise JobError([f"a student's builder returned {named}: return a torch.nn.Module, or a keras.Model"])
+    raise JobError([f"the builder of a model returned {named}: return a torch.nn.Module, or a keras.Model"])
 
 
 def _column(sample: Columns, teacher: str, layer: str) -> Shape:

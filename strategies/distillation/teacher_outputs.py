@@ -28,26 +28,17 @@ def _chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOutputs:
-    """A teacher's inputs, and how its outputs become columns.
+    """A teacher's inputs, and how its outputs become columns."""
 
-    Attributes:
-        inputs: columns given to the model, after collation.
-        keywords: the model's argument for each input; empty for positional ones.
-        output: which of its outputs teaches; empty for the only one, or the logits.
-        layers: names of layers, in the order of their columns; see `tapped`.
-        columns: names of the columns of the output and of each layer.
-        probabilities: the output is probabilities of one class among all (`softmax`) or of each class by itself
-            (`sigmoid`), from which logits are computed; empty for logits or values.
-        precision: in which the model computes.
-    """
-
-    inputs: tuple[str, ...]
-    keywords: tuple[str, ...]
-    output: str
-    layers: tuple[str, ...]
-    columns: tuple[str, ...]
+    inputs: tuple[str, ...]  # columns given to the model, after collation
+    keywords: tuple[str, ...]  # the model's argument for each input; empty for positional ones
+    output: str  # which of its outputs teaches; empty for the only one, or the logits
+    layers: tuple[str, ...]  # names of layers, in the order of their columns; see `tapped`
+    columns: tuple[str, ...]  # names of the columns of the output and of each layer
+    # the output is probabilities of one class among all (`softmax`) or of each class by itself (`sigmoid`), from
+    # which logits are computed; empty for logits or values
     probabilities: str
-    precision: str
+    precision: str  # in which the model computes
 
     @property
     def tapped(self) -> dict[str, str]:

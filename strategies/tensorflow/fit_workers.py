@@ -36,7 +36,7 @@ from trainwright.core.metric_states import sum_problem
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop
-from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
+from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, whole_batch
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced

@@ -28,7 +28,7 @@ from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.loss_api import log_name_problem, takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
-from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
+from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss_functions
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine

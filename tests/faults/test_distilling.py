@@ -17,7 +17,7 @@ from tests.faults.distilling_world import NAME, Fault, Marks, Script, distillati
 from tests.support import processes, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.inference.prediction_files import is_part_name
+from trainwright.inference.batch_inference import is_part_name
 
 
 @pytest.fixture(scope="module")

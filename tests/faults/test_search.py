@@ -21,7 +21,7 @@ from tests.soak import living_actors
 from tests.support import processes
 from tests.support.finished_runs import final_state, told
 from trainwright.core import events
-from trainwright.distillation.search_result import SearchResult
+from trainwright.distillation.hyperparameter_search import SearchResult
 from trainwright.runtime.takeover import run_name
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog

@@ -16,8 +16,7 @@ from tests.support.finished_runs import told
 from tests.support.keras_distillation import keras_linear, keras_loss, keras_sgd
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, TrainwrightError
-from trainwright.distillation.hyperparameter_search import SearchJobs
-from trainwright.distillation.search_result import SearchResult
+from trainwright.distillation.hyperparameter_search import SearchJobs, SearchResult
 from trainwright.runtime.takeover import NAMESPACE
 
 SEED, SHARE = 5, 0.25

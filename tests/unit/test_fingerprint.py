@@ -28,8 +28,7 @@ from trainwright.datasets.formats.image_folder import decode_image
 from trainwright.distillation.distillation_job import TeacherActor
 from trainwright.distillation.target_cache import _TargetReader
 from trainwright.distillation.target_encoding import TargetEncoding
-from trainwright.distillation.teacher_model import TeacherModelBuilder
-from trainwright.distillation.teacher_runner import TeacherRunner
+from trainwright.distillation.teacher_runner import TeacherRunner, _TeacherModelBuilder
 from trainwright.planning.code_fingerprint import STORED_NAMES, CodeFingerprints, stored_name
 from trainwright.planning.job_description import comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
@@ -383,7 +382,7 @@ MODELS = StudentModels(
             ).functions,
             "08180b32e717b469",
         ),
-        (TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "2c1dde5fbd1545b7"),
+        (_TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "2c1dde5fbd1545b7"),
     ],
     ids=[
         "schedule", "partial schedule", "images", "tokenize", "tokenize by a function",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +227,3 @@ def test_what_is_no_bytes_and_a_missing_column_are_named() -> None:
     with pytest.raises(DataError, match="no column 'image'") as caught:
         decode_image()({"imag": b""}, RNG)
     assert caught.value.remedy == "did you mean 'imag'?"
-
-
-def test_pillow_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match="needs Pillow") as caught:
-        decode_image()({"image": b"x"}, RNG)
-    assert caught.value.remedy == "pip install pillow"

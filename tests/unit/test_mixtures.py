@@ -161,16 +161,16 @@ def test_wrong_mixtures_are_refused(arguments: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (table({"x": np.arange(3.0)}), r"'x' is float64 \[\] in 'b' and int64 \[\] in 'a'"),
-        (table({"x": np.zeros((3, 2), np.int64)}), r"'x' is int64 \[2\] in 'b'"),
-        (table({"y": np.arange(3)}), "'x' is missing in 'b'"),
+        (table({"x": np.arange(3.0)}), r"'x' is float64 \[\] here and int64 \[\] in 'a'"),
+        (table({"x": np.zeros((3, 2), np.int64)}), r"'x' is int64 \[2\] here"),
+        (table({"y": np.arange(3)}), "'x' is missing here"),
         (numbers(0, 3).map(lambda row, rng: {"x": float(row["x"])}), "float64"),
     ],
 )
 def test_parts_of_different_columns_are_refused(other: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         mix({"a": numbers(0, 3), "b": other}).index()
-    assert "before mixing" in caught.value.remedy
+    assert "before mixing" in caught.value.remedy and "part 'b'" in caught.value.where
 
 
 def test_a_column_of_the_tags_name_is_refused() -> None:

@@ -22,16 +22,11 @@ from trainwright.core.engine import CheckpointManifest as Files
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.data_source import Index, RowGroup
-from trainwright.inference.prediction_files import (
+from trainwright.inference.actor_pool import RangeQueue
+from trainwright.inference.batch_inference import (
     PredictionManifest,
-    Range,
-    RangeQueue,
-    arrow_column,
-    check_schema,
-    concatenate_outputs,
     default_range_rows,
     missing_ranges,
-    part_table,
     split_ranges,
 )
 from trainwright.inference.prediction_worker import (
@@ -39,8 +34,13 @@ from trainwright.inference.prediction_worker import (
     Predictor,
     PredictorConfig,
     PredictorProcess,
+    Range,
     StoredPart,
+    arrow_column,
+    check_schema,
+    concatenate_outputs,
     order_outputs,
+    part_table,
 )
 from trainwright.reporting.progress_bar import RowProgress
 from trainwright.storage.checkpoints import CheckpointWriter, write_manifest

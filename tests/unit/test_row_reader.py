@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.data_source import Field, Index, RowGroup
+from trainwright.datasets.data_source import Field, Index, Loader, RowGroup
 from trainwright.datasets.loading.batch_loader import ReadAhead, _Shared
 from trainwright.datasets.row_reader import RowReader
 
 SCHEMA = {"x": Field(np.dtype(np.int64), ()), "name": Field(np.dtype(object), ())}
 
 
-class Loader:
+class Numbers(Loader):
     """Row n holds n and its text. Twins share what they count."""
 
     def __init__(self, index: Index, bad: int = -1, shared: Any = None) -> None:
@@ -38,8 +38,8 @@ class Loader:
         return {name: rows if name == "x" else rows.astype(str).astype(object) for name in columns}
 
 
-class Twins(Loader):
-    def twin(self) -> Loader:
+class Twins(Numbers):
+    def twin(self) -> Twins:
         self.shared["twins"] += 1
         return Twins(self.index, self.bad, self.shared)
 
@@ -55,11 +55,11 @@ def index_of(sizes: list[int]) -> Index:
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     cuts=st.none() | st.sets(st.integers(1, 200)),
     memory_rows=st.integers(1, 400),
-    kind=st.sampled_from([Loader, Twins]),
+    kind=st.sampled_from([Numbers, Twins]),
     seed=st.integers(0, 99),
 )
 def test_gathers_any_rows_in_any_memory(
-    sizes: list[int], cuts: set[int] | None, memory_rows: int, kind: type[Loader], seed: int
+    sizes: list[int], cuts: set[int] | None, memory_rows: int, kind: type[Numbers], seed: int
 ) -> None:
     index = index_of(sizes)
     blocks = None if cuts is None else np.array([0, *sorted(cut for cut in cuts if cut < index.rows), index.rows])
@@ -93,8 +93,8 @@ def test_large_row_groups_are_loaded_one_by_one() -> None:
     assert (loader.shared["loaded"], loader.shared["twins"]) == ([0, 1, 2, 3], 0)
 
 
-@pytest.mark.parametrize("kind", [Loader, Twins])
-def test_an_error_leaves_the_reader_as_it_was(kind: type[Loader]) -> None:
+@pytest.mark.parametrize("kind", [Numbers, Twins])
+def test_an_error_leaves_the_reader_as_it_was(kind: type[Numbers]) -> None:
     index = index_of([10] * 40)
     loader = kind(index, bad=17)
     reader = RowReader(loader, index, ["x"])
@@ -104,7 +104,7 @@ def test_an_error_leaves_the_reader_as_it_was(kind: type[Loader]) -> None:
     good = np.array([*range(169, -1, -1), *range(180, 400)])
     assert reader.gather(good)["x"].tolist() == good.tolist()
     loader.bad = -1
-    if kind is Loader:
+    if kind is Numbers:
         assert reader.gather(np.arange(400))["x"].tolist() == list(range(400))
 
 

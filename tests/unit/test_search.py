@@ -14,7 +14,7 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.core.errors import JobError
-from trainwright.distillation.search_result import Score, SearchResult, Setting
+from trainwright.distillation.hyperparameter_search import Score, SearchResult, Setting
 from trainwright.reporting.scorecard import ModelScore, Scorecard, StudentTeacherScore
 
 DATA = tw.datasets.table(torch_jobs.data())

@@ -15,7 +15,7 @@ import pytest
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.data_source import Field
+from trainwright.datasets.data_source import Field, Loader
 from trainwright.datasets.dataset import transformed_fields
 from trainwright.datasets.row_reader import RowReader
 
@@ -353,7 +353,7 @@ def test_a_negative_number_of_cpus_is_refused() -> None:
         table({"x": np.arange(6)}).map_batches(dict, cpus=-1)
 
 
-class CountingLoader:
+class CountingLoader(Loader):
     def __init__(self, rows: int, group: int) -> None:
         self.rows, self.group, self.loaded = rows, group, []
 

@@ -91,12 +91,12 @@ def test_metrics_of_each_student() -> None:
 def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
     with pytest.raises(JobError) as caught:
         DistillationLoss(
-            soft=SoftLoss(matches=(Match(student="s", teacher="t", of="bigg"),), weights={"tiny": 1.0}, mask="m"),
+            soft=SoftLoss(matches=(Match(student="s", teacher="t", of="bigg"),), weights={"tiny": 1.0}),
             hard=None, targets=("y", "teacher.big"), labels=("x",), students=("a b",), teachers=("big",), joint=("c",),
         )  # fmt: skip
     text = str(caught.value)
     for words in (
-        "a student is named 'a b'", "no column 'x'", "no column 'm'", "joint= names 'c'", "weights= names the teacher",
+        "a student is named 'a b'", "joint= names 'c'", "weights= names the teacher",
         "there is no hard loss", "no such teacher: did you mean 'big'?",
     ):  # fmt: skip
         assert words in text, words

@@ -339,7 +339,7 @@ def test_students_that_cannot_be_judged_are_no_failure_of_their_run(
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_a_jobs_functions_judge_arrays(framework: str) -> None:
-    marking = importlib.import_module(f"trainwright.strategies.{framework}.distillation.student_models")
+    marking = importlib.import_module(f"trainwright.strategies.{framework}.distillation.model_backend")
     spec = ModelSpec(
         model=dict, optimizer=list, total_steps=1, loss=lambda outputs, targets: (outputs[:, 0] - targets) ** 2,
         inputs=(), targets=("y",), metrics={"first": lambda outputs, targets: outputs["logits"][:, 0]},

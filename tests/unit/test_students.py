@@ -23,8 +23,7 @@ from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
-from trainwright.strategies.distillation.divergences import tensor_ops_for
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics, tensor_ops_for
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 from trainwright.strategies.torch.model_files import export
@@ -314,7 +313,7 @@ class Again:
 @pytest.mark.parametrize("like", [torch.zeros(1), tf.zeros(1)], ids=["torch", "keras"])
 def test_a_teacher_in_the_step_makes_room_for_the_next_of_its_name(like: Any) -> None:
     ops = tensor_ops_for(like)
-    held = importlib.import_module(type(ops).__module__)._loaded
+    held = importlib.import_module(ops.answers.__module__)._loaded
     for weights in ("old", "new"):
         ops.answers(Again(weights), {}, like)
     assert [key[1] for key in held if key[0] == "again"] == ["new"]

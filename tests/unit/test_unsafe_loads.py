@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.processes import ROOT
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.torch.distillation.teacher_backend import take_file
+from trainwright.strategies.torch.distillation.model_backend import take_file
 
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
