@@ -103,14 +103,9 @@ class DoneCall(_UnitCall):
 
 
 class PollCall(_Header):
-    """Another server waits for events.
-
-    Attributes:
-        received: events that it has received so far.
-    """
+    """Another server waits for events."""
 
     do: Literal["poll"]
-    received: _Integer
 
 
 class ReportCall(_Header):

@@ -44,7 +44,7 @@ class LeadServer(ShardServer):
         self._handlers |= {
             LeaseCall: lambda connection, head, _: self._leases.request(connection, head),
             DoneCall: self._done,
-            PollCall: lambda connection, head, _: self._followers.poll(connection, head),
+            PollCall: lambda connection, head, _: self._followers.poll(connection),
             ReportCall: self._follower_reports,
         }
         self._thread.start()
@@ -264,15 +264,12 @@ class FollowerServer(ShardServer):
 
     def _poll_events(self) -> None:
         """Receive events of the first server, until the connection ends."""
-        received = 0
         try:
             while not self._connections.ended:
                 until = self._until()
-                self._event_link.call(json.dumps({"do": "poll", "received": received}).encode(), until)
-                events = json.loads(self._event_link.answer(until))["events"]
-                for event in events:
+                self._event_link.call(b'{"do": "poll"}', until)
+                for event in json.loads(self._event_link.answer(until))["events"]:
                     self._follow(event)
-                received += len(events)
                 with self.lock:  # a server that is stuck must not seem alive
                     self._apply_due()
                 self._connections.wake()  # pulls may have waited for the update
@@ -402,17 +399,8 @@ class _LeaseDispatcher:
             send_answer(idle.connection, unit=list(grant.unit), at=grant.at, needs=grant.needs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WaitingPoll:
-    """Another server that waits for the events after those that it has received."""
-
-    connection: WorkerConnection
-    received: int
-    since_s: float
-
-
 class _FollowerEvents:
-    """Queue of events for the other servers. Each server polls; events that all have received are dropped.
+    """Queues of events for the other servers, each of which polls for its own.
 
     Attributes:
         ranks: of the other servers. One that is silent for the group's deadline is lost.
@@ -426,10 +414,8 @@ class _FollowerEvents:
         self.opened: set[int] = set()
         self.ended: set[int] = set()
         self._alive_s: dict[int, float] = {}
-        self._events: list[dict[str, Any]] = []  # that not all servers have received
-        self._dropped = 0  # events before those
-        self._polls: dict[int, _WaitingPoll] = {}
-        self._received: dict[int, int] = {}
+        self._events: dict[int, list[dict[str, Any]]] = {rank: [] for rank in self.ranks}  # not yet sent
+        self._polls: dict[int, tuple[WorkerConnection, float]] = {}  # that wait, and since when
 
     def start_segment(self) -> None:
         """Count the silence of servers from now on."""
@@ -442,33 +428,25 @@ class _FollowerEvents:
 
     def publish(self, **event: object) -> None:
         """Send an event to all other servers."""
-        if self.ranks:
-            self._events.append(event)
+        for events in self._events.values():
+            events.append(event)
 
     def alive(self, connection: WorkerConnection) -> None:
         """A call came over a connection. Raises MalformedCallError unless another server made it."""
         require(connection.rank in self.ranks, "only servers make this call")
         self._alive_s[connection.rank] = time.monotonic()
 
-    def poll(self, connection: WorkerConnection, head: PollCall) -> None:
+    def poll(self, connection: WorkerConnection) -> None:
         """Another server waits for events."""
         self.alive(connection)
-        known = 0 <= head.received - self._dropped <= len(self._events)
-        require(known, f"event {head.received} is not in the queue")
-        rank = connection.rank
-        self._received[rank] = head.received
-        self._polls[rank] = _WaitingPoll(connection=connection, received=head.received, since_s=time.monotonic())
-        if len(self._received) == len(self.ranks):
-            least = min(self._received.values())
-            del self._events[: least - self._dropped]
-            self._dropped = least
+        self._polls[connection.rank] = connection, time.monotonic()
 
     def answer_polls(self, now_s: float) -> None:
         """Answer the servers for which there are events, and those that have waited for long."""
-        for rank, poll in list(self._polls.items()):
-            events = self._events[poll.received - self._dropped :]
-            if events or now_s - poll.since_s > wait_notice_s(self._group):
-                send_answer(poll.connection, events=events)
+        for rank, (connection, since_s) in list(self._polls.items()):
+            if self._events[rank] or now_s - since_s > wait_notice_s(self._group):
+                send_answer(connection, events=self._events[rank])
+                self._events[rank] = []
                 del self._polls[rank]
 
     def check_alive(self, now_s: float) -> None:

@@ -58,7 +58,7 @@ MALFORMED: dict[str, bytes] = {
             "a push of an endless weight": {**PUSH, "weight": float("inf")},
             "a lease for nobody": {"do": "lease", "worker": None, "prefer": 0, "first": 0},
             "done without a push": {"do": "done", **UNIT, "unit": [0, 2, 1]},
-            "a worker that hears": {"do": "poll", "received": 0},
+            "a worker that hears": {"do": "poll"},
             "a worker that speaks for a server": {"do": "report", "part": [0, -1.0]},
         }.items()
     },
