@@ -17,7 +17,6 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, loss_stage
 from trainwright.core.topology import Consistency, GradientCompression
 from trainwright.strategies.cost_model.machine_model import Vector
-from trainwright.strategies.cost_model.plan_constraints import sum_by_stage
 from trainwright.strategies.cost_model.step_work import (
     NUMBER_BYTES,
     Indices,
@@ -25,6 +24,7 @@ from trainwright.strategies.cost_model.step_work import (
     layer_vectors,
     parameter_precision,
     section_counts,
+    sum_by_stage,
 )
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number

@@ -1,43 +1,12 @@
-"""Sums over the sections of pipeline stages, and plans that are impossible."""
+"""Plans that are impossible."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate, pairwise
 
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Plan, chunk_problem, section_of, stage_of_section
-from trainwright.strategies.cost_model.machine_model import Vector
+from trainwright.core.plan import Plan, chunk_problem
 from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
-
-
-def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
-    """Return the sums over the sections of each stage, (stages, ...), of values (sections, ...)."""
-    if len(values) == stages:
-        return values
-    found: Vector = values[_sections_of_stages(schedule, stages, len(values) // stages)].sum(axis=0)
-    return found
-
-
-@lru_cache(maxsize=1024)
-def crosses_stages(schedule: str, stages: int, sections: int) -> Vector:
-    """Return for each cut between sections 1 where it is between two stages, else 0."""
-    found: Vector = (
-        np.diff([stage_of_section(schedule, section=each, stages=stages)[0] for each in range(sections)]) != 0
-    )
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _sections_of_stages(schedule: str, stages: int, chunks: int) -> npt.NDArray[np.intp]:
-    """Return the sections of each stage (chunks, stages)."""
-    turns = range(chunks)
-    return np.array(
-        [[section_of(schedule, stage=stage, stages=stages, chunk=turn) for stage in range(stages)] for turn in turns]
-    )
 
 
 def too_few_micro_batches(plan: Plan, micro_batches: int) -> tuple[str, str]:
@@ -61,8 +30,7 @@ def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple
     if plan.stages and (sum(plan.stages) != layers or len(plan.stages) != plan.sections):
         return f"stages={plan.stages} do not cover {layers} layers in {plan.sections} parts", "leave out"
     if plan.stages and profile.trains and plan.chunks == 1:
-        bounds = np.cumsum((0, *plan.stages)).tolist()
-        for stage, (first, stop) in enumerate(pairwise(bounds)):
+        for stage, (first, stop) in enumerate(pairwise(accumulate(plan.stages, initial=0))):
             if not any(layer.trained for layer in profile.layers[first:stop]):
                 return f"stage {stage} of stages={plan.stages} has no layer that is trained", "leave stages= out"
     micro_batches, _ = plan.micro_batches(batch_size)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trainwright.core.cluster import Accelerator
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Mesh, Plan
+from trainwright.core.plan import Mesh, Plan, section_of, stage_of_section
 from trainwright.core.topology import Consistency, GradientCompression
 from trainwright.strategies.cost_model.machine_model import (
     MachineModel,
@@ -27,7 +27,7 @@ from trainwright.strategies.cost_model.machine_model import (
     next_stage_is_remote,
     rank_group,
 )
-from trainwright.strategies.cost_model.plan_constraints import crosses_stages, invalid_staging, sum_by_stage
+from trainwright.strategies.cost_model.plan_constraints import invalid_staging
 from trainwright.strategies.cost_model.stage_partition import balanced_partition
 
 Indices = npt.NDArray[np.intp]
@@ -251,6 +251,32 @@ def section_counts(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
     return layer_vectors(profile).counts(sizes)
 
 
+def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
+    """Return the sums over the sections of each stage, (stages, ...), of values (sections, ...)."""
+    if len(values) == stages:
+        return values
+    found: Vector = values[_sections_of_stages(schedule, stages, len(values) // stages)].sum(axis=0)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _crosses_stages(schedule: str, stages: int, sections: int) -> Vector:
+    """Return for each cut between sections 1 where it is between two stages, else 0."""
+    found: Vector = (
+        np.diff([stage_of_section(schedule, section=each, stages=stages)[0] for each in range(sections)]) != 0
+    )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _sections_of_stages(schedule: str, stages: int, chunks: int) -> Indices:
+    """Return the sections of each stage (chunks, stages)."""
+    turns = range(chunks)
+    return np.array(
+        [[section_of(schedule, stage=stage, stages=stages, chunk=turn) for stage in range(stages)] for turn in turns]
+    )
+
+
 def compute_step_work(
     profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str
 ) -> StepWork:
@@ -271,7 +297,7 @@ def compute_step_work(
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
     update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
-    crossing = crosses_stages(plan.schedule, mesh.pipeline, plan.sections)
+    crossing = _crosses_stages(plan.schedule, mesh.pipeline, plan.sections)
     return StepWork(
         machine=machine,
         mesh=mesh,

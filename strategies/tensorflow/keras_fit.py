@@ -33,15 +33,19 @@ from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorF
 from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss_functions
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 from trainwright.strategies.tensorflow.training import tensor_conversion
-from trainwright.strategies.tensorflow.training.checkpoint_files import CARRIED_OTHERS
-from trainwright.strategies.tensorflow.training.keras_callbacks import (
+from trainwright.strategies.tensorflow.training.checkpoint_files import (
+    CARRIED_OTHERS,
     callback_state,
-    make_callbacks,
     restore_callbacks,
 )
 from trainwright.strategies.tensorflow.training.objective import KerasCaller, MaskedTerms
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
-from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, build_model, seed_generators
+from trainwright.strategies.tensorflow.training.train_state import (
+    KerasTrainState,
+    build_model,
+    make_callbacks,
+    seed_generators,
+)
 
 _LOSS = "loss"
 

@@ -12,8 +12,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
@@ -34,8 +33,10 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = ["BatchNorm", "pop_mode_temporarily"]
+__all__ = ["BatchNorm", "pop_mode_temporarily", "preserve_version_counter"]
 
+assert_on_device = torch._assert_async
+foreach_copy, foreach_multiply = torch._foreach_copy_, torch._foreach_mul_
 COMPILER_PACKAGES = ("torch._dynamo.", "torch._inductor.")
 
 
@@ -53,11 +54,6 @@ def accumulate_gradients(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) 
 def queue_backward_callback(call: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def preserve_version_counter(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which changes of these tensors are not counted by autograd."""
-    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def wrapper_subclass(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
@@ -86,21 +82,6 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def assert_on_device(condition: Tensor) -> None:
-    """Raise in a later call of the device where a condition is false, without a wait of the host."""
-    torch._assert_async(condition)
-
-
-def foreach_multiply(tensors: list[Tensor], factor: float) -> None:
-    """Multiply tensors in place, in one kernel where the device can."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into others, in one kernel where the device can."""
-    torch._foreach_copy_(targets, sources)
-
-
 def compile_in_process() -> None:
     """Let the compiler start no worker processes: they would outlive a killed parent."""
     import torch._inductor.config
@@ -117,44 +98,6 @@ def process_groups() -> dict[Any, Any]:
 def reset_group_count() -> None:
     """Set back the number that torch puts into the store's keys of the next process group."""
     distributed.distributed_c10d._world.group_count = 0
-
-
-def graph_node(tensor: Tensor) -> Any:
-    """Return the node of autograd's graph that a tensor's gradient goes to; None where it needs no gradient."""
-    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
-
-    return _get_grad_fn_or_grad_acc(tensor)
-
-
-def graph_consumers(ends: Sequence[Any]) -> Any:
-    """Return the nodes that consume each node's output, of the graph behind these nodes."""
-    from torch.distributed.pipelining._backward import construct_reverse_graph
-
-    return construct_reverse_graph(list(ends))
-
-
-def graph_closure(starts: Sequence[Any], ends: Any, consumers: Any) -> tuple[Any, Any]:
-    """Return the nodes between `starts` and `ends`, and the ends that were reached."""
-    from torch.distributed.pipelining._backward import reverse_closure
-
-    return reverse_closure(list(starts), ends, consumers)
-
-
-def backward_of_inputs(
-    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
-) -> Any:
-    """Run the first half of a split backward; return what the second half starts from."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    _, groups = stage_backward_input(list(roots), list(slopes), list(given), iter(parameters))
-    return groups
-
-
-def backward_of_parameters(parameters: Sequence[nn.Parameter], groups: Any) -> None:
-    """Run the second half of a split backward."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(iter(parameters), groups)
 
 
 def ddp_without_buffer_sync(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -234,6 +177,56 @@ class FsdpState:
             return [*self._state._fsdp_param_groups]
         group = self._state._fsdp_param_group
         return [] if group is None else [group]
+
+
+# --- A backward in two halves, by functions of torch's pipelining -----------------------------------------------------
+
+# They lose gradients silently unless each parameter's path in the graph meets the path of the inputs at one node, as in
+# rows of layers with residuals.
+
+
+_COMPILED = "CompiledFunctionBackward"
+
+
+def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether a split backward gives all gradients of a graph."""
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc as node_of
+    from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+
+    ends = [each.grad_fn for each in roots if each.grad_fn is not None]
+    consumers = construct_reverse_graph(ends)
+    if any(node.name() == _COMPILED for node in consumers):
+        return False  # one node gives the gradients of inputs and of parameters
+    on_the_way, _ = reverse_closure([node for each in given if (node := node_of(each))], set(), consumers)
+    for parameter in parameters:
+        node = node_of(parameter)
+        if node is None or node not in consumers:
+            continue  # not of this graph
+        beside, met = reverse_closure([node], on_the_way, consumers)
+        if len(met) != 1 or any(end in beside for end in ends):
+            return False
+    return True
+
+
+def backward_of_inputs(
+    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Run the first half of a split backward: gradients of inputs. Return what the second half starts from."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
+    try:
+        _, groups = stage_backward_input(copies, list(slopes), list(given), iter(parameters))
+    except RuntimeError as error:
+        raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
+    return groups
+
+
+def backward_of_parameters(parameters: Sequence[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Run the second half of a split backward."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(parameters), groups)
 
 
 # --- Process-wide settings --------------------------------------------------------------------------------------------

@@ -26,9 +26,8 @@ from trainwright.strategies.cost_model.pipeline_schedules import (
     required_operation,
     stage_operations,
 )
-from trainwright.strategies.cost_model.plan_constraints import sum_by_stage
 from trainwright.strategies.cost_model.step_timeline import GRADIENT_BUCKETS, Span, Timeline, timeline
-from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work
+from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, sum_by_stage
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.pipeline.stage_executor import can_split_backward, stage_backward_input
-from trainwright.strategies.torch.torch_compat import backward_of_parameters
+from trainwright.strategies.torch.torch_compat import backward_of_inputs, backward_of_parameters, can_split_backward
 
 Stage = Callable[[nn.ModuleList, list[Tensor]], list[Tensor]]
 ROW: Stage = lambda layers, given: [layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731
@@ -50,7 +49,7 @@ def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
     parameters = [*layers.parameters()]
     assert can_split_backward(roots, given, parameters) is halved
     if halved:
-        groups = stage_backward_input(roots, slopes, given, parameters)
+        groups = backward_of_inputs(roots, slopes, given, parameters)
         assert all(parameter.grad is None for parameter in parameters)
         backward_of_parameters(parameters, groups)
         for found, wanted in zip(slopes_of(layers, given), expected, strict=True):
@@ -72,4 +71,4 @@ class Torn(torch.autograd.Function):
 def test_what_the_users_code_raises_is_not_hidden_behind_torchs() -> None:
     layers, given, roots, slopes = graph(lambda layers, given: [Torn.apply(layers[0](given[0]))])
     with pytest.raises(ZeroDivisionError, match="torn on purpose"):
-        stage_backward_input(roots, slopes, given[:1], [*layers[0].parameters()])
+        backward_of_inputs(roots, slopes, given[:1], [*layers[0].parameters()])

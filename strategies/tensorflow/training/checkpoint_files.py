@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from trainwright.core.engine import ModelSpec, StateReader
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.common.user_code_errors import first_line
-from trainwright.strategies.tensorflow.training import keras_callbacks
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState
 
 _STATE, PREFIX, CARRIED_OTHERS, _CALLBACKS = "state.json", "state", "others", "callbacks.npz"
@@ -36,6 +36,9 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _MEMORY = "ram://trainwright"  # TensorFlow's file system in the memory of its process: it ends with the process
+
+
+_Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +53,10 @@ class _HostCopy:
     """
 
     step: int | None
-    arrays: Mapping[str, npt.NDArray[Any]]
+    arrays: _Arrays
     graph: bytes
     optimizer: str
-    aside: Mapping[str, npt.NDArray[Any]]
+    aside: _Arrays
 
     @property
     def size_bytes(self) -> int:
@@ -118,7 +121,7 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
             prefix=f"{folder}/{PREFIX}", tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
         )
         files = {name: _bytes(f"{folder}/{name}") for name in sorted(tf.io.gfile.listdir(folder))}
-    beside = {_CALLBACKS: keras_callbacks.to_bytes(copy.aside)} if copy.aside else {}
+    beside = {_CALLBACKS: _to_bytes(copy.aside)} if copy.aside else {}
     return {**files, **beside, _STATE: json.dumps(facts, indent=1).encode()}
 
 
@@ -136,7 +139,7 @@ def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
         _compare(prefix, wanted)
         with replica.strategy.scope():
             wanted.read(prefix).assert_existing_objects_matched()
-    replica.put_aside(keras_callbacks.from_bytes(files[_CALLBACKS]) if _CALLBACKS in files else {})
+    replica.put_aside(_from_bytes(files[_CALLBACKS]) if _CALLBACKS in files else {})
     replica.step, replica.sound = facts["step"], True
 
 
@@ -258,3 +261,60 @@ def _mismatch_error(what: str) -> CheckpointError:
         f"the checkpoint holds another model or optimizer: {what}",
         remedy="use the model and optimizer that wrote it, or start a run under a new name",
     )
+
+
+# --- Callbacks of Keras' `fit` ----------------------------------------------------------------------------------------
+
+# Keras' own callbacks start again with each `fit`. A run that resumes would forget for how long EarlyStopping has
+# waited, and ModelCheckpoint would overwrite the best model with a worse one. So a checkpoint has the attributes by
+# which they decide, and those that a user's callback names in `carried`.
+
+
+_CARRIED: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
+    (keras.callbacks.EarlyStopping, ("best", "best_epoch", "best_weights", "stopped_epoch", "wait")),
+    (keras.callbacks.ReduceLROnPlateau, ("best", "cooldown_counter", "wait")),
+    (keras.callbacks.ModelCheckpoint, ("best", "_batches_seen_since_last_saving", "_last_batch_seen")),
+)
+
+
+def callback_state(callbacks: Sequence[Any]) -> _Arrays:
+    """Return what a checkpoint keeps of callbacks; a list of arrays, such as the best weights, is several entries."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    for key, callback, name in _carried(callbacks):
+        value = getattr(callback, name, None)
+        if isinstance(value, list | tuple):
+            found |= {f"{key}/{number}": np.asarray(each) for number, each in enumerate(value)}
+        elif value is not None:
+            found[key] = np.asarray(value)
+    return found
+
+
+def restore_callbacks(callbacks: Sequence[Any], state: _Arrays) -> None:
+    """Set the attributes that `callback_state` returned for the same callbacks; others stay."""
+    for key, callback, name in _carried(callbacks):
+        if key in state:
+            setattr(callback, name, state[key].item() if state[key].ndim == 0 else state[key])
+        elif f"{key}/0" in state:
+            several = sum(each.startswith(f"{key}/") for each in state)
+            setattr(callback, name, [state[f"{key}/{number}"] for number in range(several)])
+
+
+def _carried(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield each attribute that is kept: its key, the callback, its name."""
+    for number, callback in enumerate(callbacks):
+        own = [name for kind, names in _CARRIED if isinstance(callback, kind) for name in names]
+        for name in (*own, *getattr(callback, "carried", ())):
+            yield f"{number}/{type(callback).__name__}/{name}", callback, name
+
+
+def _to_bytes(state: _Arrays) -> bytes:
+    """Return the state as a file."""
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **state)
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes) -> _Arrays:
+    """Return the state of a file."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        return dict(file)

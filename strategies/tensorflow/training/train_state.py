@@ -198,6 +198,20 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
     return model
 
 
+def make_callbacks(spec: ModelSpec, where: str) -> list[Any]:
+    """Return the user's callbacks. Raises JobError, UserCodeError."""
+    with TensorFlowUserCode("callbacks()", where):
+        callbacks = list(spec.callbacks()) if spec.callbacks else []
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            problem = f"callbacks() gives a {type(callback).__name__}: give keras.callbacks.Callback"
+            raise JobError([problem], where=where)
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            problem = "callbacks() gives a BackupAndRestore: leave it out, every run backs up and restores"
+            raise JobError([problem], where=where)
+    return callbacks
+
+
 @contextmanager
 def _policy(plan: Plan) -> Iterator[None]:
     """Set Keras' policy for a plan's precision within the block."""

@@ -1,20 +1,21 @@
-"""Loads a model's weights from files of safetensors; a rank of a divided model reads what it holds alone.
+"""Files of safetensors: the format, and the weights that a model starts from.
 
-A model on the meta device gets memory first: of the host, which an operating system provides as it is written to. So a
-rank that keeps a part of the model, and loads that part, never has all of it in memory.
+A rank of a divided model reads what it holds alone. A model on the meta device gets memory first: of the host, which an
+operating system provides as it is written to. So a rank that keeps a part of the model, and loads that part, never has
+all of it in memory.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import CheckpointError, JobError, nearest
 from trainwright.core.initial_weights import StoredTensor, WeightSource, matches
-from trainwright.strategies.torch.checkpoint.safetensors_format import DTYPES
 from trainwright.strategies.torch.checkpoint.tensor_digests import named_digest, text_hash
 from trainwright.strategies.torch.shard_layout import ShardSlice, to_local
 from trainwright.strategies.torch.torch_errors import TorchUserCode
@@ -173,9 +174,9 @@ def _form_problems(name: str, value: Tensor, stored: str, one: StoredTensor, wei
             f"{name!r} of the model has shape {tuple(value.shape)}, and {where} has {one.shape}: build the model for "
             "these weights, or let it keep its own with InitialWeights(new=...)"
         )
-    elif one.dtype not in DTYPES:
+    elif one.dtype not in _DTYPES:
         yield f"{where} has numbers of type {one.dtype}, which torch does not have: convert the file"
-    elif one.size_bytes != math.prod(one.shape) * DTYPES[one.dtype].itemsize:
+    elif one.size_bytes != math.prod(one.shape) * _DTYPES[one.dtype].itemsize:
         yield f"{where} has {one.size_bytes:,} bytes for shape {one.shape} of {one.dtype}: download the file again"
 
 
@@ -236,7 +237,7 @@ def _with_memory(value: Tensor) -> Tensor:
 
 def _load(held: Tensor, weights: WeightSource, one: StoredTensor, box: ShardSlice) -> None:
     """Load a slice of a stored tensor: some rows at a time, so that little more than the slice is in memory."""
-    dtype = DTYPES[one.dtype]
+    dtype = _DTYPES[one.dtype]
     if not one.shape:
         held.copy_(_tensor(weights, one, 0, one.size_bytes, dtype).view(()))
         return
@@ -253,3 +254,69 @@ def _tensor(weights: WeightSource, one: StoredTensor, start: int, end: int, dtyp
     """Return some of a tensor's numbers, in one dimension."""
     data = weights.read(one.file, one.start + start, one.start + end)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+
+
+# --- The format: the header's length, the header as JSON, and the tensors one after the other -------------------------
+
+# https://huggingface.co/docs/safetensors describes it. The library's `save` puts the whole file together in memory
+# before the first byte can be written.
+
+
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_ALIGNED = 8  # bytes: a length that header and data are filled up to
+
+
+def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return the pieces of a safetensors file of CPU tensors, which must not change until it is written.
+
+    Raises:
+        CheckpointError: the format has no such numbers.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each is aligned to its numbers
+    header, end = {}, 0
+    for name in ordered:
+        value, start = tensors[name], end
+        end += value.nbytes
+        if value.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} holds {str(value.dtype).removeprefix('torch.')}, which no checkpoint can",
+                remedy="keep it in another type, or register the buffer with persistent=False",
+            )
+        header[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return [len(text).to_bytes(8, "little") + text, *(_tensor_bytes(tensors[name]) for name in ordered)]
+
+
+def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, in its own memory where that is writable.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such file.
+    """
+    view = memoryview(data)
+    start = 8 + int.from_bytes(view[:8], "little")
+    header, found = json.loads(bytes(view[8:start])), dict[str, Tensor]()
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = one["data_offsets"]
+        if not 0 <= first <= end <= len(view) - start:
+            raise ValueError(f"{name} is not inside the file")
+        part = view[start + first : start + end]
+        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8) if end > first else None
+        dtype = _DTYPES[one["dtype"]]
+        empty = torch.empty(one["shape"], dtype=dtype)
+        found[name] = empty if flat is None else flat.view(dtype).reshape(one["shape"])
+    return found
+
+
+def _tensor_bytes(value: Tensor) -> memoryview:
+    """Return a tensor's bytes; a copy where they are not contiguous."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -43,8 +43,13 @@ from trainwright.strategies.torch.checkpoint.host_state import (
     base_problem,
     other_names,
 )
-from trainwright.strategies.torch.checkpoint.initial_weights import base_digest, fill_empty, load_weight_files
-from trainwright.strategies.torch.checkpoint.safetensors_format import from_safetensors, to_safetensors
+from trainwright.strategies.torch.checkpoint.initial_weights import (
+    base_digest,
+    fill_empty,
+    from_safetensors,
+    load_weight_files,
+    to_safetensors,
+)
 from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState

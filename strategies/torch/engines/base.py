@@ -20,7 +20,7 @@ from trainwright.core.topology import Address, Capabilities, Generation, Group, 
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
-from trainwright.strategies.torch.training import custom_steps, evaluation, train_step
+from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
@@ -195,8 +195,7 @@ class TorchEngine(_ReplicaEngine):
         """Run this rank's part of one global step."""
         if self._runner is None:
             self.warm(feed)
-        train = custom_steps.train if self.replica.custom else train_step.train
-        return self._guarded(lambda: train(self.replica, self._ready, feed))
+        return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics, and update those with state."""
@@ -268,7 +267,7 @@ class TorchEngine(_ReplicaEngine):
         with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.measures_own_time else nullcontext():
-                (custom_steps.rehearse if replica.custom else train_step.run_micro_batch)(runner, share)
+                train_step.rehearse(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         self._carry_logged(runner.objective)

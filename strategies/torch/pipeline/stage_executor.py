@@ -1,8 +1,7 @@
 """A step of one pipeline stage: its operations in the order of the schedule, then the sums over other ranks.
 
-Zero-bubble schedules split a backward into gradients of inputs and of parameters, by functions of torch. These lose
-gradients silently unless each parameter's path in the graph meets the path of the inputs at one node, as in rows of
-layers with residuals; `can_split_backward` checks that, and other graphs are not split.
+Zero-bubble schedules split a backward into gradients of inputs and of parameters, where `can_split_backward` says that
+the graph allows it.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from trainwright.strategies.torch.torch_compat import (
     accumulate_gradients,
     backward_of_inputs,
     backward_of_parameters,
-    graph_closure,
-    graph_consumers,
-    graph_node,
+    can_split_backward,
 )
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
@@ -53,7 +50,7 @@ class _MicroBatchInFlight:
     given: list[Tensor]  # inputs of the section, in the graph
     roots: list[Tensor]  # outputs, from which backward starts
     slopes: list[Tensor] | None = None  # gradients of the roots; in the last section known after forward
-    groups: _WeightGradientGroups | None = None  # where gradients of parameters start, once those of inputs are known
+    groups: list[dict[str, Any]] | None = None  # where gradients of parameters start, once those of inputs are known
 
 
 class StageExecutor:
@@ -241,7 +238,7 @@ class StageExecutor:
             if operation.chunk not in self._halved:
                 self._halved[operation.chunk] = can_split_backward(flight.roots, wanted, self.replica.trainable)
             if self._halved[operation.chunk]:
-                flight.groups = stage_backward_input(flight.roots, flight.slopes, wanted, self.replica.trainable)
+                flight.groups = backward_of_inputs(flight.roots, flight.slopes, wanted, self.replica.trainable)
             else:
                 accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
                 flight.groups = []
@@ -389,39 +386,3 @@ def _shared_parameters(pipe: StageExecutor, place: MeshGroups) -> tuple[_SharedP
         if len(stages) > 1 and name in names:
             found.append((names[name], groups[place.rank % len(columns)], pipe.stage == stages[0]))
     return tuple(found)
-
-
-# --- Split backward, for zero-bubble schedules ------------------------------------------------------------------------
-
-
-_COMPILED = "CompiledFunctionBackward"
-_WeightGradientGroups = list[dict[str, Any]]  # what the second half starts from
-
-
-def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether a split backward gives all gradients of a graph."""
-    ends = [each.grad_fn for each in roots if each.grad_fn is not None]
-    consumers = graph_consumers(ends)
-    if any(node.name() == _COMPILED for node in consumers):
-        return False  # one node gives the gradients of inputs and of parameters
-    on_the_way, _ = graph_closure([node for each in given if (node := graph_node(each))], set(), consumers)
-    for parameter in parameters:
-        node = graph_node(parameter)
-        if node not in consumers:
-            continue  # not of this graph
-        beside, met = graph_closure([node], on_the_way, consumers)
-        if len(met) != 1 or any(end in beside for end in ends):
-            return False
-    return True
-
-
-def stage_backward_input(
-    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
-) -> _WeightGradientGroups:
-    """Run the first half of a split backward: gradients of inputs."""
-    copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
-    try:
-        groups: _WeightGradientGroups = backward_of_inputs(copies, slopes, given, parameters)
-    except RuntimeError as error:
-        raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
-    return groups

@@ -41,8 +41,14 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
 from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
-from trainwright.strategies.torch.training.optimizers import NamedOptimizers, StepUndo, make_optimizer, needs_closure
-from trainwright.strategies.torch.training.weight_copies import AveragedWeights, WeightStash
+from trainwright.strategies.torch.training.optimizers import (
+    AveragedWeights,
+    NamedOptimizers,
+    StepUndo,
+    WeightStash,
+    make_optimizer,
+    needs_closure,
+)
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
