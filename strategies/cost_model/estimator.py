@@ -145,9 +145,7 @@ def _step_terms(work: StepWork, rates: _Rates) -> dict[str, float]:
         "optimizer": float(work.state.update_s) / rates["update"],
         "other": rates["step_s"] * work.machine.device.host,
     }
-    found = (
-        _asynchronous_terms(work, rates, found, back) if work.asynchronous.servers else _synchronous_terms(work, found)
-    )
+    found = _asynchronous_terms(work, rates, found, back) if work.plan.servers else _synchronous_terms(work, found)
     return {name: float(seconds) for name, seconds in found.items() if seconds}
 
 
@@ -156,13 +154,13 @@ def _bubble(work: StepWork) -> float:
 
     It is all of that time where there are too few micro-batches for a schedule with a short bubble.
     """
-    if work.schedule in STREAMED_SCHEDULES:
+    if work.plan.schedule in STREAMED_SCHEDULES:
         return 0.0
-    stages, chunks = work.mesh.pipeline, work.chunks
-    enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(work.schedule, 1)
+    stages, chunks = work.plan.mesh.pipeline, work.plan.chunks
+    enough = {"zero_bubble": stages, "zbv": 2 * stages - 1}.get(work.plan.schedule, 1)
     if work.micro_batches < enough:
         return 1.0
-    return (_HALVED_BUBBLE if work.schedule in SPLIT_BACKWARD else 1.0) / chunks
+    return (_HALVED_BUBBLE if work.plan.schedule in SPLIT_BACKWARD else 1.0) / chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,13 +286,13 @@ def _transfers(work: StepWork, rates: _Rates, compute_s: float) -> float:
     The first micro-batch passes all cuts, and each later one adds the slowest. GPipe sends one micro-batch while it
     computes the next; the other schedules wait.
     """
-    if work.mesh.pipeline == 1:
+    if work.plan.mesh.pipeline == 1:
         return 0.0
     cuts = 2 * _sent(work, work.sent_bytes[work.sent_bytes > 0], rates)
     slowest = float(cuts.max(initial=0.0))
-    each = _exposed_seconds(slowest, compute_s) if work.schedule == "gpipe" else slowest
-    first = slowest if work.schedule in STREAMED_SCHEDULES else float(cuts.sum()) / work.chunks
-    return first + each * (work.micro_batches - 1) * work.chunks
+    each = _exposed_seconds(slowest, compute_s) if work.plan.schedule == "gpipe" else slowest
+    first = slowest if work.plan.schedule in STREAMED_SCHEDULES else float(cuts.sum()) / work.plan.chunks
+    return first + each * (work.micro_batches - 1) * work.plan.chunks
 
 
 def _sent(work: StepWork, sent_bytes: Vector, rates: _Rates) -> Vector:
@@ -306,7 +304,7 @@ def _sent(work: StepWork, sent_bytes: Vector, rates: _Rates) -> Vector:
 
 def _gathered(work: StepWork, rates: _Rates, compute_s: float) -> float:
     """Return the seconds that ZeRO-3's gathers and scatters exceed compute by."""
-    if work.zero < 3 or work.shard.size == 1:
+    if work.plan.zero < 3 or work.shard.size == 1:
         return 0.0
     size = np.array([work.state.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
@@ -325,7 +323,7 @@ def _offloaded(work: StepWork, compute_s: float) -> float:
 
 def _gradients(work: StepWork, rates: _Rates, backward_s: float) -> float:
     """Return the seconds of the gradients' reduction over data ranks, without what the last backward hides."""
-    if work.asynchronous.servers:
+    if work.plan.servers:
         return 0.0  # pushes are in `_asynchronous_terms`
     spent = float(_reduction(work, rates, np.array([work.state.gradient_bytes.max()]))[0])
     return _exposed_seconds(spent, rates["overlap"] * backward_s)
@@ -334,7 +332,7 @@ def _gradients(work: StepWork, rates: _Rates, backward_s: float) -> float:
 def _reduction(work: StepWork, rates: _Rates, size: Vector) -> Vector:
     """Return the seconds of a reduction of gradients of `size` bytes."""
     spent = np.zeros_like(size)
-    if work.zero < 3:
+    if work.plan.zero < 3:
         spent += _all_reduce(work, work.shard, rates, "reduce", size) + _messages(work.shard, rates)
     spent += _all_reduce(work, work.data, rates, "reduce", size / work.shard.size) + _messages(work.data, rates)
     return spent
@@ -369,28 +367,28 @@ def _asynchronous_terms(
 
     `found` has the terms of a worker on the slowest device. Gradients are pushed during `backward_s`, as they appear.
     """
-    mean, rule = _mean_speed(work), work.asynchronous.consistency
+    mean, rule = _mean_speed(work), work.consistency
     together = rule.bound == 0  # servers work while workers wait
     link_s, served_s, applied_s = _link(work, rates), _server_transfer(work, rates), _server_updates(work)
     sent_s = max(link_s, served_s) if together else link_s
     own = {name: seconds / mean if name in _COMPUTED else seconds for name, seconds in found.items()}
-    if work.asynchronous.local_steps == 1:
+    if work.plan.local_steps == 1:
         own["optimizer"] = 0.0  # the servers'
-    hidden_s = rates["overlap"] * backward_s / mean if work.asynchronous.local_steps == 1 else 0.0
-    own["gradients"] = (_exposed_seconds(sent_s, hidden_s) + 2 * rates["message_s"]) / work.asynchronous.local_steps
+    hidden_s = rates["overlap"] * backward_s / mean if work.plan.local_steps == 1 else 0.0
+    own["gradients"] = (_exposed_seconds(sent_s, hidden_s) + 2 * rates["message_s"]) / work.plan.local_steps
     step_s = sum(own.values())
     own["stragglers"] = _straggler_wait(work, found, step_s)
     if together:
-        return {**own, "servers": applied_s / work.asynchronous.local_steps}
-    rest_s = (served_s + applied_s) / work.asynchronous.local_steps - step_s - own["stragglers"]
+        return {**own, "servers": applied_s / work.plan.local_steps}
+    rest_s = (served_s + applied_s) / work.plan.local_steps - step_s - own["stragglers"]
     return {**own, "servers": max(rest_s, 0.0)}
 
 
 def _convergence_factors(work: StepWork) -> dict[str, float]:
     """Return the factors by which the same loss takes longer, by name."""
     found = {
-        "staleness": 1 + _CURVATURE_SHARE * _staleness(work) if work.asynchronous.servers else 1.0,
-        "local_steps": 1 + _DRIFT_COST * math.log2(work.asynchronous.local_steps),
+        "staleness": 1 + _CURVATURE_SHARE * _staleness(work) if work.plan.servers else 1.0,
+        "local_steps": 1 + _DRIFT_COST * math.log2(work.plan.local_steps),
         "preemptions": 1 + _preemptible_nodes(work) * _RESTART_S / _PREEMPTED_S,
     }
     return {name: factor for name, factor in found.items() if factor >= _LEAST_FACTOR}
@@ -404,7 +402,7 @@ def _exposed_seconds(spent_s: float, hidden_s: float) -> float:
 
 
 def _mean_speed(work: StepWork) -> float:
-    return sum(work.asynchronous.speeds) / len(work.asynchronous.speeds)
+    return sum(work.speeds) / len(work.speeds)
 
 
 def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -> float:
@@ -413,7 +411,7 @@ def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -
     A unit that takes longer than two of a usual worker is also computed by an idle one (`ps.lease_table`). With backup
     workers the slowest are not waited for, and their units are computed again.
     """
-    rule, speeds = work.asynchronous.consistency, work.asynchronous.speeds
+    rule, speeds = work.consistency, work.speeds
     if rule.bound is None:
         return 0.0
     least, mean = speeds[min(rule.backup, len(speeds) - 1)], sum(speeds) / len(speeds)
@@ -425,36 +423,36 @@ def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -
 
 def _link(work: StepWork, rates: _Rates) -> float:
     """Return the seconds of a worker's push and pull through its own link."""
-    return (1 + work.asynchronous.pushed) * float(work.state.gradient_bytes.max()) / _server_bandwidth(work, rates)
+    return (1 + work.pushed) * float(work.state.gradient_bytes.max()) / _server_bandwidth(work, rates)
 
 
 def _server_transfer(work: StepWork, rates: _Rates) -> float:
     """Return the seconds of all pushes and pulls through the servers' links; servers of one node share its link."""
-    nodes = min(work.asynchronous.servers, work.machine.nodes)
-    size = (1 + work.asynchronous.pushed) * float(work.state.gradient_bytes.max()) * work.mesh.data_ranks
+    nodes = min(work.plan.servers, work.machine.nodes)
+    size = (1 + work.pushed) * float(work.state.gradient_bytes.max()) * work.plan.mesh.data_ranks
     return size / (nodes * _server_bandwidth(work, rates) * work.machine.per_node)
 
 
 def _server_bandwidth(work: StepWork, rates: _Rates) -> float:
     """Return the bytes a second of a device's link to the servers."""
     machine = work.machine
-    if work.mesh.data_ranks <= machine.per_node:
+    if work.plan.mesh.data_ranks <= machine.per_node:
         return machine.device.link_bytes_per_s * rates["reduce"]
     return machine.network_bytes_per_s * rates["network"]
 
 
 def _server_updates(work: StepWork) -> float:
     """Return the seconds of the servers' updates of one step, each of the sum of all units, of some, or of one."""
-    parameters, ranks, rule = float(work.state.parameters.max()), work.mesh.data_ranks, work.asynchronous.consistency
+    parameters, ranks, rule = float(work.state.parameters.max()), work.plan.mesh.data_ranks, work.consistency
     updates = 1.0 if rule.waits else ranks / rule.pushes
     added = _ADDED_BYTES * ranks if rule.waits or rule.pushes > 1 else 0
     visited = UPDATE_BYTES[4] * updates + added
-    return parameters * visited / (work.asynchronous.servers * HOST_BYTES_PER_S)
+    return parameters * visited / (work.plan.servers * HOST_BYTES_PER_S)
 
 
 def _staleness(work: StepWork) -> float:
     """Return the mean staleness in steps."""
-    rule, ranks = work.asynchronous.consistency, work.mesh.data_ranks
+    rule, ranks = work.consistency, work.plan.mesh.data_ranks
     if rule.bound is None:
         return (ranks - 1) / ranks
     if not rule.bound:
@@ -466,11 +464,7 @@ def _staleness(work: StepWork) -> float:
 def _preemptible_nodes(work: StepWork) -> int:
     """Return the number of preemptible nodes whose loss all ranks wait for: all used ones, or those of servers."""
     machine = work.machine
-    used = (
-        min(work.asynchronous.servers, machine.nodes)
-        if work.asynchronous.servers
-        else -(-work.mesh.size // machine.per_node)
-    )
+    used = min(work.plan.servers, machine.nodes) if work.plan.servers else -(-work.plan.mesh.size // machine.per_node)
     return min(max(used - machine.steady, 0), machine.preemptible)
 
 

@@ -84,8 +84,8 @@ def timeline(work: StepWork, calibration: Calibration = DEFAULT) -> Timeline:
     """Return the timeline of a step; it is about as long as `estimator.expected_terms` says."""
     residual, _ = calibration.residual(work.shape, work.kind)
     made = stage_times(work, calibration.efficiencies).times(math.exp(residual))
-    hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.chunks
-    if work.schedule in STREAMED_SCHEDULES:
+    hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.plan.chunks
+    if work.plan.schedule in STREAMED_SCHEDULES:
         return _steady_step(work, *_stream(work, made, hidden_s))
     lanes = _lanes(work, made)
     spent = zip(lanes, made.reduction.tolist(), hidden_s.tolist(), strict=True)
@@ -106,7 +106,7 @@ def timeline(work: StepWork, calibration: Calibration = DEFAULT) -> Timeline:
 
 def _stream(work: StepWork, made: StageTimes, hidden_s: Vector) -> tuple[list[list[Span]], list[list[Span]]]:
     """Return lanes and reductions of several steps without a drain: a stage updates once its gradients are reduced."""
-    reductions: list[list[Span]] = [[] for _ in range(work.mesh.pipeline)]
+    reductions: list[list[Span]] = [[] for _ in range(work.plan.mesh.pipeline)]
 
     def updated(lane: list[Span]) -> None:
         stage = lane[-1].stage
@@ -147,7 +147,7 @@ def _lanes(
 
     There are several steps without a drain between them. `ended` gets a stage's lane at the end of each step.
     """
-    stages, chunks, count = work.mesh.pipeline, work.chunks, work.micro_batches
+    stages, chunks, count = work.plan.mesh.pipeline, work.plan.chunks, work.micro_batches
     todo = [deque(_operations(work, stage, steps)) for stage in range(stages)]
     lanes: list[list[Span]] = [[] for _ in range(stages)]
     parts = cache(lambda stage, kind, chunk: tuple(_parts(work, made, stage, kind, chunk)))
@@ -159,7 +159,9 @@ def _lanes(
         lane = lanes[stage]
         while todo[stage]:
             operation = todo[stage][0]
-            source = required_operation(operation, schedule=work.schedule, stage=stage, stages=stages, chunks=chunks)
+            source = required_operation(
+                operation, schedule=work.plan.schedule, stage=stage, stages=stages, chunks=chunks
+            )
             if source is not None and source not in come_s:
                 waiting[source] = stage
                 break
@@ -168,7 +170,7 @@ def _lanes(
             for kind, seconds in parts(stage, operation.kind, operation.chunk):
                 begin_s, now_s = now_s, now_s + seconds
                 lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
-            late_s = _message_s(made, stage, operation.kind) if work.schedule == _OVERLAPPED_SENDS else 0.0
+            late_s = _message_s(made, stage, operation.kind) if work.plan.schedule == _OVERLAPPED_SENDS else 0.0
             come_s[stage, operation] = now_s + late_s
             if ended is not None and operation.kind == "backward" and not (operation.micro_batch + 1) % count:
                 ended(lane)
@@ -182,11 +184,11 @@ def _operations(work: StepWork, stage: int, steps: int) -> Iterator[Operation]:
     """Yield the operations of a stage in several steps; micro-batches are numbered through."""
     for step in range(steps):
         for each in stage_operations(
-            work.schedule,
+            work.plan.schedule,
             stage=stage,
-            stages=work.mesh.pipeline,
+            stages=work.plan.mesh.pipeline,
             micro_batches=work.micro_batches,
-            chunks=work.chunks,
+            chunks=work.plan.chunks,
             begun=step > 0,
             followed=step < steps - 1,
         ):
@@ -197,9 +199,12 @@ def _parts(
     work: StepWork, made: StageTimes, stage: int, kind: OperationKind, chunk: int
 ) -> Iterator[tuple[SpanKind, float]]:
     """Yield the parts of an operation with their seconds; sending occupies the sender, except in GPipe."""
-    section = section_of(work.schedule, stage=stage, stages=work.mesh.pipeline, chunk=chunk)
+    section = section_of(work.plan.schedule, stage=stage, stages=work.plan.mesh.pipeline, chunk=chunk)
     if made.gather and kind != "weights":
-        yield "gather", made.gather / work.chunks * (_FORWARD_GATHERS if kind == "forward" else 1 - _FORWARD_GATHERS)
+        yield (
+            "gather",
+            made.gather / work.plan.chunks * (_FORWARD_GATHERS if kind == "forward" else 1 - _FORWARD_GATHERS),
+        )
     if kind in ("backward", "inputs") and made.recompute[section]:
         yield "recompute", float(made.recompute[section])
     if kind == "forward":
@@ -208,7 +213,7 @@ def _parts(
         halved = {"inputs": 1 - _WEIGHT_GRADIENT_SHARE, "weights": _WEIGHT_GRADIENT_SHARE}
         yield kind, float(made.backward[section]) * halved.get(kind, 1.0)
     message_s = _message_s(made, section, kind)
-    if work.schedule != _OVERLAPPED_SENDS and message_s:
+    if work.plan.schedule != _OVERLAPPED_SENDS and message_s:
         yield "send", message_s
 
 

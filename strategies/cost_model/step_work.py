@@ -90,38 +90,19 @@ class StateWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsynchronousWork:
-    """The traffic of asynchronous ranks.
-
-    Attributes:
-        speeds: of the ranks' devices, ascending, relative to the slowest.
-        servers: number of parameter servers; 0 where ranks step together.
-        consistency: between the ranks.
-        pushed: share of the gradient bytes that is sent.
-        local_steps: between two pushes.
-    """
-
-    speeds: tuple[float, ...]
-    servers: int
-    consistency: Consistency
-    pushed: float
-    local_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepWork:
     """The work of one step.
 
     Attributes:
         machine: devices that do it.
-        mesh: degrees.
+        plan: whose step it is.
         layers: by distinct layer.
         state: on parameters, gradients and optimizer state.
-        asynchronous: of ranks that push to servers.
+        speeds: of the ranks' devices, ascending, relative to the slowest.
+        consistency: between the ranks.
+        pushed: share of the gradient bytes that asynchronous ranks send.
         sent_bytes: of one micro-batch over each cut between sections; 0 where both are on one stage.
         micro_batches: of a data rank.
-        chunks: of each stage.
-        zero: stage of ZeRO.
         gathers: collectives of ZeRO for each micro-batch.
         tensor, data, shard: the groups that reduce with each other.
         remote: whether the next stage is on another node.
@@ -131,15 +112,14 @@ class StepWork:
     """
 
     machine: MachineModel
-    mesh: Mesh
+    plan: Plan
     layers: LayerWork
     state: StateWork
-    asynchronous: AsynchronousWork
+    speeds: tuple[float, ...]
+    consistency: Consistency
+    pushed: float
     sent_bytes: Vector
     micro_batches: int
-    schedule: str
-    chunks: int
-    zero: int
     gathers: float
     tensor: RankGroup
     data: RankGroup
@@ -151,7 +131,7 @@ class StepWork:
 
     def by_stage(self, values: Vector) -> Vector:
         """Return the sums over the sections of each stage."""
-        return sum_by_stage(values, self.schedule, self.mesh.pipeline)
+        return sum_by_stage(values, self.plan.schedule, self.plan.mesh.pipeline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,7 +280,7 @@ def compute_step_work(
     crossing = _crosses_stages(plan.schedule, mesh.pipeline, plan.sections)
     return StepWork(
         machine=machine,
-        mesh=mesh,
+        plan=plan,
         layers=LayerWork(
             counts=counts,
             **_layer_work(profile, machine.device, precision, mesh.tensor, rows),
@@ -314,18 +294,11 @@ def compute_step_work(
             update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
             offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
         ),
-        asynchronous=AsynchronousWork(
-            speeds=machine.speeds(mesh.size, precision),
-            servers=plan.servers,
-            consistency=Consistency.parse(plan.consistency or "sync"),
-            pushed=GradientCompression.parse(plan.wire).part,
-            local_steps=plan.local_steps,
-        ),
+        speeds=machine.speeds(mesh.size, precision),
+        consistency=Consistency.parse(plan.consistency or "sync"),
+        pushed=GradientCompression.parse(plan.wire).part,
         sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
         micro_batches=micro_batches,
-        schedule=plan.schedule,
-        chunks=plan.chunks,
-        zero=plan.zero,
         gathers=plan.zero * fsdp_units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
         tensor=rank_group(machine, mesh.tensor, 1),
         data=rank_group(machine, mesh.data, mesh.size // mesh.data),
