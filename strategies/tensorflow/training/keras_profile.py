@@ -72,17 +72,16 @@ def profile_model(
     if inputs and not has_call(built):
         return _untraced(known, built, "NotImplementedError: it has no call()")
     try:
-        trace = _trace_step(built, sample, inputs, keywords, step)
-        layers = merge_plain_layers(
-            _traced_cost(layer, trace.calls.get(layer, _LayerCalls()), rows) for layer in _layers_in_order(built, trace)
-        )
+        calls = _trace_step(built, sample, inputs, keywords, step)
+        ran = [*calls, *(layer for layer in _leaves(built) if layer not in calls)]  # those that did not run are last
+        layers = merge_plain_layers(_traced_cost(layer, calls.get(layer, _LayerCalls()), rows) for layer in ran)
         if inputs:
-            layers = append_loss(layers, trace.calls[built].output / rows)
+            layers = append_loss(layers, calls[built].output / rows)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
         _log.info("operations are estimated from weights: tracing raised %s", reason)
         return _untraced(known, built, reason)
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+    return replace(known, layers=layers)
 
 
 def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
@@ -92,8 +91,8 @@ def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProf
 
 def _trace_step(
     model: keras.Model, sample: _Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any
-) -> _OpTrace:
-    """Return the operations of a forward and a backward pass."""
+) -> dict[Any, _LayerCalls]:
+    """Return the cost of each layer's calls in a forward and a backward pass."""
     names = inputs or tuple(sample)
     given = {name: tf.TensorSpec(sample[name].shape, tf.as_dtype(sample[name].dtype)) for name in names}
 
@@ -116,11 +115,6 @@ def _kind(array: npt.NDArray[Any]) -> str:
     return "string" if array.dtype.kind in "OUS" else str(array.dtype)
 
 
-def _layers_in_order(model: keras.Model, trace: _OpTrace) -> list[Any]:
-    """Return the layers in the order in which they ran; those that did not run are last."""
-    return [*trace.calls, *(layer for layer in _leaves(model) if layer not in trace.calls)]
-
-
 def _traced_cost(layer: Any, call: _LayerCalls, rows: int) -> LayerCost:
     own = _own(layer)
     return LayerCost(
@@ -131,7 +125,6 @@ def _traced_cost(layer: Any, call: _LayerCalls, rows: int) -> LayerCost:
         output_numbers=call.output / rows,
         kept_numbers=call.kept / rows,
         traffic_numbers=call.traffic / rows,
-        scores_numbers=call.scores / rows,
         matmuls=call.matmuls,
         launches=call.launches,
     )
@@ -205,7 +198,6 @@ _FREE = _VIEWS | {"Const", "Placeholder", "ReadVariableOp", "Shape", "ShapeN", "
 _GATHERS = {"ResourceGather", "GatherV2"}  # read as much as they write
 _SHAPES = {"Shape", "ShapeN", "Rank", "Size"}  # read no value
 _BIASES = {"Add", "AddV2", "BiasAdd"}
-_SOFTMAX = "Softmax"
 _SMALL = 16  # integers with at most so many elements are sizes, which the host computes
 
 
@@ -218,25 +210,12 @@ class _LayerCalls:
     launches: int = 0
     traffic: float = 0.0
     kept: float = 0.0
-    scores: float = 0.0
     output: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OpTrace:
-    """One forward pass.
-
-    Attributes:
-        calls: by layer, in the order in which they first ran.
-        heads, tokens: of attention; 0 and 1 without attention.
-    """
-
-    calls: Mapping[Any, _LayerCalls]
-    heads: int
-    tokens: int
-
-
-def _trace_ops(model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Callable[[Any], Any]) -> _OpTrace:
+def _trace_ops(
+    model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Callable[[Any], Any]
+) -> dict[Any, _LayerCalls]:
     """Trace forward and backward pass of a training step, and count the operations of the forward pass.
 
     Raises any exception of a model that cannot be traced.
@@ -300,8 +279,8 @@ class _Recorder:
         made = len(tf.compat.v1.get_default_graph().get_operations())
         self._owners.append((made, self._open[-1] if self._open else None))
 
-    def found(self, graph: tf.Graph) -> _OpTrace:
-        """Return the cost of the recorded layers from the graph's operations."""
+    def found(self, graph: tf.Graph) -> dict[Any, _LayerCalls]:
+        """Return the cost of the recorded layers from the graph's operations, in the order in which they first ran."""
         every = graph.get_operations()
         forward, owner = every[: self.end], {}
         bounds = [*self._owners, (self.end, None)]
@@ -310,20 +289,11 @@ class _Recorder:
         for operation in forward:
             if owner.get(operation) is not None:
                 _count(operation, self.calls[owner[operation]])
-        scores = _Scores(forward)
         for tensor in _kept(forward, every[self.end :]):
             layer = owner.get(tensor.op)
-            if layer is not None:
-                self._keep(self.calls[layer], tensor, scores)
-        return _OpTrace(calls=self.calls, heads=scores.heads, tokens=scores.tokens)
-
-    def _keep(self, call: _LayerCalls, tensor: Any, scores: _Scores) -> None:
-        size = _numbers(tensor) / (2 if tensor.dtype == tf.bool else 1)  # an element of a mask counts as half a number
-        if tensor.ref() in scores.tensors:
-            call.scores += size
-            call.traffic -= min(size, call.traffic)
-        else:
-            call.kept += size
+            if layer is not None:  # an element of a mask counts as half a number
+                self.calls[layer].kept += _numbers(tensor) / (2 if tensor.dtype == tf.bool else 1)
+        return self.calls
 
 
 def _all(layer: Any) -> Iterator[Any]:
@@ -406,52 +376,6 @@ def _root(tensor: Any) -> Any:
     while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor
-
-
-class _Scores:
-    """Attention scores: tensors of one size from a product of two activations through a softmax to another product.
-
-    Attributes:
-        tensors: references of these tensors.
-        heads: greatest common divisor of the heads of all attention layers.
-        tokens: of the longest sequence.
-    """
-
-    def __init__(self, forward: list[Any]) -> None:
-        self.tensors: set[Any] = set()
-        self._forward = set(forward)
-        self.heads, self.tokens = 0, 1
-        for operation in forward:
-            if operation.type == _SOFTMAX:
-                before, from_product = self._chain(operation.outputs[0], back=True)
-                after, into_product = self._chain(operation.outputs[0], back=False)
-                if from_product and into_product:
-                    shape = operation.outputs[0].shape
-                    self.tensors |= {_root(each).ref() for each in before + after}
-                    self.heads = math.gcd(self.heads, shape[1]) if len(shape) > 3 else self.heads
-                    self.tokens = max(self.tokens, shape[-2])
-
-    def _chain(self, tensor: Any, *, back: bool) -> tuple[list[Any], bool]:
-        """Return the tensors of its size before or after a tensor, and whether a product is at their end."""
-        seen, waiting, ended = {tensor.ref(): tensor}, [tensor], False
-        while waiting:
-            one = waiting.pop()
-            for operation in [one.op] if back else one.consumers():
-                if operation not in self._forward:
-                    continue
-                if _multiplies(operation):
-                    ended = True
-                    continue
-                for other in operation.inputs if back else operation.outputs:
-                    if _numbers(other) == _numbers(tensor) and other.ref() not in seen:
-                        seen[other.ref()] = other
-                        waiting.append(other)
-        return list(seen.values()), ended
-
-
-def _multiplies(operation: Any) -> bool:
-    """Whether an operation is a product of two activations."""
-    return _flops(operation) is not None and all(_root(each).op.type != "ReadVariableOp" for each in operation.inputs)
 
 
 def _numbers(tensor: Any) -> int:
