@@ -312,13 +312,11 @@ class _Lease(NamedTuple):
         unit: what the worker computes.
         at: the round in which it counts.
         since_s: when it was leased.
-        ends_s: when the worker is expected to be done.
     """
 
     unit: WorkUnit
     at: int
     since_s: float
-    ends_s: float
 
 
 class _HeldLeases:
@@ -342,7 +340,7 @@ class _HeldLeases:
     def add(self, worker: str, at: int, unit: WorkUnit, now_s: float) -> None:
         """A worker gets a unit."""
         mean_s = self._times.of(worker)
-        lease = _Lease(unit, at, now_s, now_s + (mean_s or 0.0))
+        lease = _Lease(unit, at, now_s)
         self._leases[worker] = lease
         self._holders.setdefault(unit, set()).add(worker)
         if mean_s is None:

@@ -317,16 +317,6 @@ class WorkerConnections:
         for waiting in (*listener.sockets, self._woken):
             self._selector.register(waiting, selectors.EVENT_READ)
 
-    @property
-    def workers(self) -> tuple[WorkerConnection, ...]:
-        """The connections with a completed handshake."""
-        return tuple(
-            sorted(
-                (connection for connection in self._connections if connection.rank >= 0),
-                key=lambda connection: connection.key,
-            )
-        )
-
     def publish(self, region: shared_memory.SharedRegion) -> None:
         """Set the memory that pulls are answered from."""
         self.published = region
