@@ -23,7 +23,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frame
 from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
-from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
+from trainwright.strategies.torch.training.train_step import StepRunner
 
 Result = TypeVar("Result")
 
@@ -256,9 +256,7 @@ class TorchEngine(_ReplicaEngine):
     def _alone(self, world: int) -> StepRunner:
         """Return a runner that reduces nothing."""
         objective = Objective(self.replica.model, self._caller(), world=world)
-        return StepRunner(
-            objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, self.replica.trainable)
-        )
+        return StepRunner(objective=objective, observed=self.replica.trainable)
 
     def _throwaway(self, runner: StepRunner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""

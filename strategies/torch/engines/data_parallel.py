@@ -116,7 +116,7 @@ class DataParallel(ProcessGroupEngine):
             parallel = ddp_without_buffer_sync(
                 alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
             )
-            runner = replace(runner, reduced=parallel, local=parallel.no_sync, every_used=every_used)
+            runner = replace(runner, parallel=parallel, local=parallel.no_sync, every_used=every_used)
             if self._group.size != 2:
                 self._throwaway(runner, feed)
         if replica.synchronized is not None:

@@ -35,7 +35,7 @@ from trainwright.strategies.torch.torch_compat import keep_requires_grad, queue_
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
-from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
+from trainwright.strategies.torch.training.train_step import StepRunner
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
@@ -175,11 +175,8 @@ class Sharded(ShardedModelEngine):
         self._check_start()
         assert self._calls is not None, "build() comes first"
         place = self._placed
-        objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
         runner = _ShardedRunner(
-            objective=objective,
-            reduced=objective,
-            probe=GradientNoiseProbe(objective, ()),  # no rank sees a gradient of its own
+            objective=Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks),
             local=self._unreplicated,
             calls=self._calls,
             place=place,

@@ -14,7 +14,7 @@ from trainwright.strategies.torch.engines.sharded_model_engine import ShardedMod
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import shard_layers
 from trainwright.strategies.torch.training.objective import Objective
-from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
+from trainwright.strategies.torch.training.train_step import StepRunner
 
 
 class TensorParallel(ShardedModelEngine):
@@ -32,12 +32,6 @@ class TensorParallel(ShardedModelEngine):
             return super()._warmed(feed)
         self._check_start()
         objective = Objective(self.replica.model, self._caller(), world=1)
-        runner = MeshRunner(
-            objective=objective,
-            reduced=objective,
-            probe=GradientNoiseProbe(objective, ()),  # no rank sees a gradient of its own
-            place=self._placed,
-            others=self._placed.data_groups,
-        )
+        runner = MeshRunner(objective=objective, place=self._placed, others=self._placed.data_groups)
         self._throwaway(runner, feed)
         return runner

@@ -35,7 +35,6 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import (
-    GradientNoiseProbe,
     micro_batches_of,
     throwaway_micro_batches,
 )
@@ -309,11 +308,8 @@ class StageRunner(MeshRunner):
     @classmethod
     def of(cls, pipe: StageExecutor, place: MeshGroups, shards: StageShards | None) -> StageRunner:
         """Return the runner of a stage; every rank of the world calls it, since it makes groups."""
-        objective = pipe.objective
         return cls(
-            objective=objective,
-            reduced=objective,
-            probe=GradientNoiseProbe(objective, ()),  # no rank sees the gradient of a whole micro-batch
+            objective=pipe.objective,
             pipe=pipe,
             shared=_shared_parameters(pipe, place),
             place=place,

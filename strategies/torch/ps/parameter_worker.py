@@ -32,7 +32,6 @@ from trainwright.strategies.torch.training import train_step
 from trainwright.strategies.torch.training.objective import BackwardRoots, JobFunctions, MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import PhaseTimer, TorchReplica
 from trainwright.strategies.torch.training.train_step import (
-    GradientNoiseProbe,
     StepRunner,
     StepTotals,
     has_overflowed,
@@ -130,11 +129,9 @@ class ParameterWorker:
     def runner(self, caller: JobFunctions) -> StepRunner:
         """Return the runner for micro-batches of a unit."""
         if self._local:
-            objective = Objective(self.replica.model, caller, world=1)
-            return StepRunner(objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, ()))
-        unit = _UnitObjective(self.replica.model, caller)
+            return StepRunner(objective=Objective(self.replica.model, caller, world=1))
         outgoing = self._outgoing if self._largest is None else None
-        return _UnitRunner(objective=unit, reduced=unit, probe=GradientNoiseProbe(unit, ()), outgoing=outgoing)
+        return _UnitRunner(objective=_UnitObjective(self.replica.model, caller), outgoing=outgoing)
 
     def train(self, runner: StepRunner, feed: Feed) -> StepReport:
         """Compute one step of the unit that was leased last.

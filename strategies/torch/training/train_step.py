@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -70,8 +71,8 @@ class StepRunner:
 
     Attributes:
         objective: the objective itself.
-        reduced: the objective, or DDP around it.
-        probe: samples the noise of its gradients.
+        parallel: DDP around it; None without.
+        observed: parameters of whose gradients this rank sees those of each micro-batch, to sample their noise.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
         measures_own_time: a rank's own work can be timed apart from its waits.
@@ -79,12 +80,17 @@ class StepRunner:
     """
 
     objective: Objective
-    reduced: nn.Module
-    probe: GradientNoiseProbe
+    parallel: nn.Module | None = None
+    observed: Sequence[nn.Parameter] = ()
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
     measures_own_time: bool = True
     others: tuple[distributed.ProcessGroup, ...] = ()
+
+    @cached_property
+    def probe(self) -> GradientNoiseProbe:
+        """Samples the noise of the objective's gradients."""
+        return GradientNoiseProbe(self.objective, self.observed)
 
     @property
     def where(self) -> str:
@@ -106,7 +112,7 @@ class StepRunner:
                 replica.synchronized.counts = sample_rows(share.batch) > 0
             with self.ending() if last else self.local():
                 _run_micro_batch(self, share, replica.laps.forward)
-            replica.laps.backward(reduced=last and self.reduced is not self.objective)
+            replica.laps.backward(reduced=last and self.parallel is not None)
             if sampled:
                 self.probe.count(share)
 
@@ -186,7 +192,8 @@ def _run_micro_batch(
 ) -> None:
     """Run forward and backward of one micro-batch; raise PeerLost or UserCodeError for what fails."""
     where = runner.where
-    pull = runner.objective.pull(share, *runner.reduced(share))
+    forward = runner.objective if runner.parallel is None else runner.parallel
+    pull = runner.objective.pull(share, *forward(share))
     forward_done()
     try:
         pull.backward()
