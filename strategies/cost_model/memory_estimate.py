@@ -16,7 +16,7 @@ import numpy as np
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, loss_stage
 from trainwright.core.topology import Consistency, GradientCompression
-from trainwright.strategies.cost_model.machine_model import Vector
+from trainwright.strategies.cost_model.machine_model import MachineModel, Vector
 from trainwright.strategies.cost_model.step_work import (
     NUMBER_BYTES,
     Indices,
@@ -67,7 +67,7 @@ def stage_memory(
             foreach=apart and profile.framework == "torch",
         )
         beside = _loss_model_bytes(profile, plan, batch_size=batch_size) + (
-            0 if apart else push_buffer_bytes(profile, plan)
+            0 if apart else _push_buffer_bytes(profile, plan)
         )
         return (int(whole) + beside,)
     counts = section_counts(profile, plan.stages or even_partition(profile, plan.sections))
@@ -206,30 +206,30 @@ def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> 
     return int(sum(guest.parameter_bytes + 4 * rows * guest.working_numbers for guest in profile.guests))
 
 
-def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
-    """Return the bytes that a device offloads to its host's memory."""
-    degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
-    found = model_state_bytes(
-        profile.parameters, zero=3, degree=degree, precision=parameter_precision(profile, precision)
-    )
-    return int(found) if plan.offload else 0
+def host_bytes(profile: ModelProfile, plan: Plan, machine: MachineModel, *, precision: str) -> int:
+    """Return a device's bytes in its host's memory: what it offloads, its push buffer, and its share of the servers.
+
+    A server holds parameters, the copy that workers read, and Adam's state.
+    """
+    found = _push_buffer_bytes(profile, plan)
+    if plan.offload:
+        degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
+        own = parameter_precision(profile, precision)
+        found += int(model_state_bytes(profile.parameters, zero=3, degree=degree, precision=own))
+    if plan.servers:
+        own = parameter_precision(profile, "fp32")
+        served = model_state_bytes(profile.parameters, zero=0, degree=1, precision=own) / plan.servers
+        found += int(served * -(-plan.servers // machine.nodes)) // machine.per_node
+    return found
 
 
-def push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
+def _push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Return the bytes of a worker's push buffer in host memory; two buffers where an update is of several pushes."""
     if plan.topology != "independent":
         return 0
     rule = Consistency.parse(plan.consistency)
     halves = 2 if rule.waits or rule.pushes > 1 else 1
     return int(halves * 4 * GradientCompression.parse(plan.wire).part * profile.parameters)
-
-
-def server_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:
-    """Return the bytes of a node's servers: parameters, the copy that workers read, and Adam's state."""
-    if not plan.servers:
-        return 0
-    own = model_state_bytes(profile.parameters, zero=0, degree=1, precision=parameter_precision(profile, "fp32"))
-    return int(own / plan.servers * -(-plan.servers // nodes))
 
 
 def micro_batches_in_flight(plan: Plan, micro_batches: int) -> Vector:

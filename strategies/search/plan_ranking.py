@@ -27,8 +27,6 @@ from trainwright.strategies.cost_model.memory_estimate import (
     LayerMemory,
     host_bytes,
     layer_memory,
-    push_buffer_bytes,
-    server_bytes,
     stage_memory,
 )
 from trainwright.strategies.cost_model.plan_constraints import invalid_combination, invalid_compile
@@ -253,9 +251,7 @@ class _PlanSizer:
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _out_of_memory(plan, memory, room)
-        kept = host_bytes(profile, plan, precision=self.question.precision) + push_buffer_bytes(profile, plan)
-        kept += server_bytes(profile, plan, nodes=machine.nodes) // machine.per_node
-        missing = kept - machine.host_bytes
+        missing = host_bytes(profile, plan, machine, precision=self.question.precision) - machine.host_bytes
         if machine.host_bytes and missing > 0:
             what = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
             more = "have more nodes with servers" if plan.servers else "shard over more devices"
