@@ -150,8 +150,10 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         each = 0.0 if plan.zero == 3 else parameter
         visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
         gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
-    cast = _autocast_parameters(profile, mesh.tensor) * width * (NUMBER_BYTES.get(own, 4) > width)
-    loss = rows * 4.0 * _loss_numbers(profile, mesh.tensor)
+    layers = layer_vectors(profile)
+    copied = layers.held(2) / layers.over(mesh.tensor) * (layers.flops > 0)  # by autocast, for each forward: products'
+    cast = copied * width * (NUMBER_BYTES.get(own, 4) > width)
+    loss = rows * 4.0 * layers.loss_numbers / layers.over(mesh.tensor)
     if not profile.trains:
         none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
         gathered_whole = parameter * held * (shared > 1)
@@ -160,7 +162,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
             working=rows * width * (kept + working) + loss + gathered_whole + cast, flight=micro_batches_in_flight(plan,
             micro_batches),
         )  # fmt: skip
-    again = (layer_vectors(profile).block_place > 0) & (plan.recompute == "full")
+    again = (layers.block_place > 0) & (plan.recompute == "full")
     return LayerMemory(
         states=each * held,
         gradients=gradients,
@@ -183,21 +185,6 @@ def _numbers(
     else:
         working = layers.kept(tensor, "none", sequence=sequence) - kept  # selective: the scores of the layer it is at
     return layers.held(1 + staged) / layers.over(tensor), kept, working
-
-
-@lru_cache(maxsize=512)
-def _autocast_parameters(profile: ModelProfile, tensor: int) -> Vector:
-    """Return the parameters of each distinct layer that autocast copies for each forward: those of products."""
-    layers = layer_vectors(profile)
-    return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
-
-
-@lru_cache(maxsize=512)
-def _loss_numbers(profile: ModelProfile, tensor: int) -> Vector:
-    """Return the numbers of one sample that a loss behind each distinct layer reads."""
-    layers = layer_vectors(profile)
-    found: Vector = layers.loss_numbers / layers.over(tensor)
-    return found
 
 
 def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:
