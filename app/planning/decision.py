@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
+from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -17,12 +17,13 @@ from rich.text import Text
 from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Estimate, InfeasiblePlan, Plan, RejectedPlan
+from trainwright.core.plan import InfeasiblePlan, Plan, RejectedPlan
+from trainwright.reporting.html.templates import render_template
 from trainwright.reporting.plan_view import (
+    SHOWN_ROWS,
     estimate_table,
     factor_texts,
     facts_table,
-    mesh_html,
     mesh_table,
     mesh_text,
     other_rows,
@@ -36,9 +37,6 @@ from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
 from trainwright.strategies.search.plan_ranking import is_asynchronous
-
-if TYPE_CHECKING:
-    from trainwright.planning.what_if import ClusterChoice
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -99,18 +97,19 @@ def plan_text(decision: Decision, *, width: int = 110) -> str:
 
 def plan_html(decision: Decision) -> str:
     """Return the decision as HTML that inherits the colours of the page around it (notebooks, light and dark)."""
-    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in _context(decision))
-    rows += "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in plan_rows(decision.chosen))
-    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
-    parts = [
-        f"<style>{_STYLE}</style><div class='tw-plan'>",
-        f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
-        mesh_html(mesh) if mesh else "",
-        *([_estimate_html(decision.chosen.estimate), decision.timeline] if decision.chosen.estimate else []),
-        _others_html(other_rows(other_plans(decision))),
-        "</div>",
-    ]
-    return "".join(parts)
+    chosen = decision.chosen
+    return render_template(
+        "plan.html.j2",
+        headline=plan_line(chosen),
+        facts=_context(decision) + plan_rows(chosen),
+        mesh=mesh_table(chosen, planned_nodes(chosen, decision.used)),
+        shown=SHOWN_ROWS,
+        estimate=chosen.estimate,
+        duration=formatting.duration,
+        share=share_of_step,
+        timeline=Markup(decision.timeline) if chosen.estimate else "",
+        others=other_rows(other_plans(decision)),
+    )
 
 
 def other_plans(decision: Decision) -> list[dict[str, str]]:
@@ -151,36 +150,11 @@ def others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
     return table
 
 
-_STYLE = (
-    ".tw-plan{font:13px/1.5 system-ui,sans-serif;max-width:60em}.tw-plan .tw-head{font-weight:600;margin:.3em 0}"
-    ".tw-plan table{border-collapse:collapse;margin:.3em 0 .8em}.tw-plan th,.tw-plan td{text-align:left;border:0;"
-    "padding:.1em 1em .1em 0;vertical-align:top;background:none}.tw-plan th{font-weight:400;opacity:.65}"
-    ".tw-plan .tw-bar{display:inline-block;height:.6em;border-radius:2px;background:#2a78d6}"
-)
+# --- The timeline of a step as inline SVG -----------------------------------------------------------------------------
 
-
-def _estimate_html(estimate: Estimate) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{formatting.duration(seconds)}</td>"
-        f"<td><span class='tw-bar' style='width:{12 * share_of_step(seconds, estimate):.2f}em'></span></td></tr>"
-        for name, seconds in estimate.terms.items()
-    )
-    return f"<table>{rows}</table>" if rows else ""
-
-
-def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
-    if not rows:
-        return ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"
-
-
-# --- Charts as inline SVG: the timeline of a step, and time and cost by the number of accelerators --------------------
 
 # Colours are the page's CSS variables where it has them, else colours that suit light and dark pages; texts take the
 # page's own colour and font.
-
-
 _SPAN_KINDS: Mapping[SpanKind, tuple[str, str]] = {
     "forward": ("forward", "var(--series-1,#3f7fdd)"),
     "recompute": ("forward again", "var(--series-4,#d9920f)"),
@@ -198,8 +172,6 @@ RECTANGLES = 1200  # more spans than this are drawn as columns, so that a page s
 _COLUMNS, _COLUMN_PARTS = 150, 24  # of a lane, and of a column's height
 _WIDE, _LEFT, _RIGHT, _LANE, _BAR, _STRIP = 960.0, 76.0, 936.0, 34.0, 20.0, 6.0
 _INK, _SOFT, _GRID = "var(--ink,currentColor)", "var(--soft,#7b8694)", "var(--grid,#8a94a033)"
-_ROUND = {1: (1, 2, 5, 10, 20), 60: (1, 2, 5, 10, 20), 3600: (1, 2, 4, 8), 86400: (1, 2, 5, 10, 30, 90), 31536000: ()}
-_TICKS_S = [unit * times for unit, some in _ROUND.items() for times in some or [10**n for n in range(9)]]
 
 
 def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan) -> str:
@@ -326,101 +298,10 @@ def _time_axis(step_s: float, y: float) -> Iterator[str]:
         yield _text(x, y + 20, formatting.duration(number * step) if number else "0", fill=_SOFT, middle=bool(number))
 
 
-def curve_svg(sizes: Sequence[ClusterChoice], chosen: ClusterChoice) -> str:
-    """Draw the time of the run by the number of accelerators, with linear scaling for comparison, and its cost.
-
-    Both axes of time are logarithmic, cost begins at 0 and is left out where no price is known. Empty for one size.
-    """
-    if len(sizes) < 2:
-        return ""
-    first = sizes[0]
-    ideal = [first.total_s * first.accelerators / size.accelerators for size in sizes]
-    times = [size.total_s for size in sizes]
-    low, high = math.log(min(*times, *ideal) / 1.25), math.log(max(*times, *ideal) * 1.25)
-    round_s = [seconds for seconds in _TICKS_S if low <= math.log(seconds) <= high]
-    ticks = [(seconds, _round_duration(seconds)) for seconds in round_s[:: math.ceil(len(round_s) / 6) or 1]]
-    parts = [
-        *_panel(
-            0,
-            "time of the run; dotted: as if all were worth the first",
-            sizes,
-            chosen,
-            times,
-            lambda s: (math.log(s) - low) / (high - low),
-            ticks,
-        )
-    ]
-    parts.insert(0, _path(_points(0, sizes, ideal, lambda s: (math.log(s) - low) / (high - low)), _SOFT, dashed=True))
-    if chosen.dollars is not None:
-        costs = [size.dollars or 0.0 for size in sizes]
-        top = 1.12 * max(costs)
-        step = _nice_step(top / 4)
-        money = [(step * number, f"${step * number:,.10g}") for number in range(int(top / step) + 1)]
-        parts += _panel(490, "cost of the run", sizes, chosen, costs, lambda dollars: dollars / top, money)
-    return _svg("Time and cost by the number of accelerators", _WIDE, 262, parts)
-
-
-_Scale = Callable[[float], float]  # from a value to 0 (below) to 1 (above)
-
-
-def _panel(
-    left: float, title: str, sizes: Sequence[ClusterChoice], chosen: ClusterChoice, values: Sequence[float],
-    scale: _Scale,
-    ticks: Sequence[tuple[float, str]],
-) -> Iterator[str]:  # fmt: skip
-    """Draw one curve over accelerators with labelled points."""
-    yield _text(left + 8, 14, title, fill=_SOFT)
-    for value, said in ticks:
-        y = _down(scale(value))
-        yield _line(left + 68, y, left + 458, y)
-        yield _text(left + 60, y + 4, said, end=True, fill=_SOFT)
-    points = _points(left, sizes, values, scale)
-    every = math.ceil(len(sizes) / 8)
-    for number, (x, _) in enumerate(points):
-        if (len(points) - 1 - number) % every == 0:
-            yield _text(x, 240, f"{sizes[number].accelerators:,}", fill=_SOFT, middle=True)
-    yield _text(left + 263, 258, "accelerators", fill=_SOFT, middle=True)
-    yield _path(points, "var(--series-1,#3f7fdd)")
-    for (x, y), size in zip(points, sizes, strict=True):
-        cost = "" if size.dollars is None else f", ${size.dollars:,.0f}"
-        many = formatting.count(size.accelerators, "accelerator")
-        said = f"{many}: {formatting.duration(size.total_s)}{cost}; {plan_name(size.plan)}"
-        ring = f'stroke="{_INK}" stroke-width="2"' if size is chosen else ""
-        radius = 6 if size is chosen else 3.5
-        yield (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="fill:var(--series-1,#3f7fdd)" {ring}>'
-            f"<title>{escape(said)}</title></circle>"
-        )
-
-
-def _points(
-    left: float, sizes: Sequence[ClusterChoice], values: Sequence[float], scale: _Scale
-) -> list[tuple[float, float]]:
-    counts = [math.log(size.accelerators) for size in sizes]
-    wide = counts[-1] - counts[0]
-    return [
-        (left + 84 + 358 * (count - counts[0]) / wide, _down(scale(value)))
-        for count, value in zip(counts, values, strict=True)
-    ]
-
-
-def _down(share: float) -> float:
-    return 222 - 194 * share
-
-
 def _nice_step(least: float) -> float:
     """Return the next of 1, 2, 5, 10, 20 ..."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(unit * times for times in (1, 2, 5, 10) if unit * times >= least)
-
-
-def _round_duration(seconds: float) -> str:
-    """Return a round time: `10 min`, `7 days`."""
-    for size, name in ((365 * 86400, "year"), (86400, "day"), (3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= size:
-            count = round(seconds / size)
-            return formatting.count(count, name) if name in ("year", "day") else f"{count} {name}"
-    return formatting.duration(seconds)
 
 
 def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
@@ -459,9 +340,3 @@ def _text(
 
 def _line(x: float, y: float, to_x: float, to_y: float) -> str:
     return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" style="stroke:{_GRID}"/>'
-
-
-def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> str:
-    drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    dash = ";stroke-dasharray:3 4;stroke-width:1.2" if dashed else ";stroke-width:2"
-    return f'<path d="M{drawn}" style="fill:none;stroke:{colour}{dash}"/>'

@@ -24,7 +24,8 @@ from trainwright.core.cluster import Cluster, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
-from trainwright.planning.decision import compare_plans, curve_svg, others_table, timeline_svg
+from trainwright.planning.decision import compare_plans, others_table, timeline_svg
+from trainwright.reporting.html.run_charts import scaling_charts
 from trainwright.reporting.html.templates import render_template
 from trainwright.reporting.plan_view import (
     estimate_table,
@@ -482,12 +483,19 @@ def _what_if_html(answer: WhatIf) -> str:
         room=formatting.size(device.memory_bytes),
         memory=list(_memory_rows(estimate, device.memory_bytes)),
         timeline=Markup(timeline_svg(answer.profile, answer.cluster, answer.chosen.plan)),
-        curve=Markup(curve_svg(answer.sizes, answer.chosen)),
+        curves=list(map(Markup, _curves(answer))),
         sizes=_size_rows(answer),
         batches=_batch_rows(answer),
         others=(("plan", "", "why"), _other_rows(answer)),
         numbers=_NUMBERS,
     )
+
+
+def _curves(answer: WhatIf) -> list[str]:
+    """Draw time and cost by the number of accelerators; nothing for one size."""
+    sizes, chosen = answer.sizes, answer.sizes.index(answer.chosen)
+    costs = [] if answer.chosen.dollars is None else [size.dollars or 0.0 for size in sizes]
+    return scaling_charts([size.accelerators for size in sizes], [size.total_s for size in sizes], costs, chosen)
 
 
 def standalone_page(body: str) -> str:

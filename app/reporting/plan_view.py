@@ -1,14 +1,10 @@
-"""A plan as text and tables: one line, names and values, the decision with its alternatives, ranks by node.
-
-Tables are for the terminal (rich), HTML for notebooks.
-"""
+"""A plan as text and tables: one line, names and values, the decision with its alternatives, ranks by node."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby, product
 from typing import Any, TypeVar
 
@@ -377,12 +373,3 @@ def mesh_text(table: MeshTable) -> Table:
     if len(table.rows) > SHOWN_ROWS:
         text.add_row(Text(f"and {len(table.rows) - SHOWN_ROWS} more", style="dim"))
     return text
-
-
-def mesh_html(table: MeshTable) -> str:
-    """Return the table as HTML for notebooks; rows after the first ones are folded."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
-    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows]
-    shown, more = ("".join(f"<tr>{row}</tr>" for row in some) for some in (rows[:SHOWN_ROWS], rows[SHOWN_ROWS:]))
-    rest = f"<details><summary>{len(rows) - SHOWN_ROWS} more</summary><table>{more}</table></details>" if more else ""
-    return f"<table><tr>{head}</tr>{shown}</table>{rest}"

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.support.sample_run import DECISION, PLAN
+from trainwright.core.cluster import Cluster
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.planning.decision import plan_html, plan_text
 from trainwright.reporting.plan_view import plan_from, plan_line
@@ -60,6 +61,13 @@ def test_html_is_escaped_and_fetches_nothing() -> None:
     assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in html and "<b>" not in html
     assert "http" not in html and "<script" not in html
     assert plan_line(PLAN) in html and "no stages" in html
+
+
+def test_a_long_table_of_ranks_is_folded_in_a_page() -> None:
+    cluster = Cluster.parse("40x8xH100-80GB")
+    wide = replace(PLAN, mesh=Mesh(shard=320), placement=GPU, estimate=None)
+    html = plan_html(replace(DECISION, chosen=wide, cluster=cluster, used=cluster))
+    assert "<details><summary>24 more" in html and "node-39" in html
 
 
 def test_a_plan_comes_back_from_json() -> None:

@@ -22,7 +22,7 @@ import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.cli.plan_commands import parse_batch_sizes, parse_hours, parse_price
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.planning.decision import RECTANGLES, curve_svg, timeline_svg
+from trainwright.planning.decision import RECTANGLES, timeline_svg
 from trainwright.planning.what_if import (
     COPY_BYTES_PER_S,
     RECOVER_S,
@@ -34,6 +34,7 @@ from trainwright.planning.what_if import (
     standalone_page,
     what_if,
 )
+from trainwright.reporting.html.run_charts import scaling_charts
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline
@@ -268,9 +269,8 @@ def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
     whole = standalone_page(html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole
     assert "://" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
-    steps, curve = pictures(html)
-    assert steps.get("aria-label", "").startswith("One step of")
-    assert len(of_tag(curve, "circle")) == 2 * len(answer.sizes)
+    labels = [picture.get("aria-label", "") for picture in pictures(html)]
+    assert labels[0].startswith("One step of") and labels[1:] == ["time of the run", "cost of the run"]
 
 
 def shown(plan: str, batch: int = 16) -> tw.Plan:
@@ -310,17 +310,15 @@ def test_a_step_of_many_spans_is_drawn_in_columns_and_says_so() -> None:
     assert "stage 0, forward: 2" in svg and len(of_tag(picture, "rect")) < RECTANGLES
 
 
-def test_the_curve_marks_what_was_chosen() -> None:
+def test_the_curves_mark_what_was_chosen() -> None:
     answer = asked()
-    picture = pictures(curve_svg(answer.sizes, answer.chosen))[0]
-    circles = of_tag(picture, "circle")
-    rings = [circle for circle in circles if circle.get("stroke")]
-    assert len(circles) == 2 * len(answer.sizes) and len(rings) == 2
-    first, *_, last = [float(circle.get("cy", 0)) for circle in circles[: len(answer.sizes)]]
-    assert last > first + 50, "time falls"
-    assert not curve_svg(answer.sizes[:1], answer.sizes[0])
-    unpriced = tuple(replace(size, dollars=None) for size in answer.sizes)
-    assert len(of_tag(pictures(curve_svg(unpriced, unpriced[-1]))[0], "circle")) == len(unpriced)
+    counts, times_s = ([getattr(size, name) for size in answer.sizes] for name in ("accelerators", "total_s"))
+    both = scaling_charts(counts, times_s, [size.dollars or 0.0 for size in answer.sizes], 1)
+    for svg in both:
+        texts = [item.text for item in of_tag(pictures(svg)[0], "text")]
+        assert "chosen" in texts and {f"{count:,}" for count in counts} <= {*texts}
+    assert len(both) == 2 and len(scaling_charts(counts, times_s, [], 0)) == 1
+    assert not scaling_charts(counts[:1], times_s[:1], [], 0)
 
 
 def loop() -> int:

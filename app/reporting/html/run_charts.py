@@ -54,6 +54,8 @@ _WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
 _MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
 _LEAST_SHARE = 0.01
 _MOST_LOGGED = 12  # charts of logged values
+_ROUND_S = [unit * times for unit in (1, 60, 3600, 86400) for times in (1, 2, 5, 10, 20)]  # and more days
+_ROUND_S += [86400 * times for times in (50, 100, 200, 500, 1000, 10_000, 100_000)]
 _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -185,6 +187,48 @@ def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]],
         _legend(axes)
 
     return _svg(name, _WIDE, draw, xlabel, log=log)
+
+
+def scaling_charts(counts: Sequence[int], times_s: Sequence[float], dollars: Sequence[float], chosen: int) -> list[str]:
+    """Draw the time of a run by the number of accelerators, and its cost; nothing for one number.
+
+    Args:
+        times_s: for each of `counts`.
+        dollars: likewise; empty where no price is known.
+        chosen: index of the number that is marked.
+    """
+    if len(counts) < 2:
+        return []
+    ideal_s = [times_s[0] * counts[0] / count for count in counts]
+
+    def draw(axes: Axes, values: Sequence[float]) -> None:
+        from matplotlib.ticker import NullFormatter
+
+        axes.set_xscale("log")
+        axes.set_xticks(shown := counts[:: math.ceil(len(counts) / 8)], [f"{count:,}" for count in shown])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.plot(counts, values, "o-", color=_COLOURS["series-1"], markersize=4)
+        axes.plot(counts[chosen], values[chosen], "o", color=_COLOURS["series-2"], markersize=8, label="chosen")
+        _legend(axes)
+
+    def draw_time(axes: Axes) -> None:
+        from matplotlib.ticker import NullFormatter
+
+        axes.set_yscale("log")
+        axes.plot(counts, ideal_s, ":", color=_COLOURS["soft"], label="as if all were worth the first")
+        draw(axes, times_s)
+        low_s, high_s = axes.get_ylim()
+        ticks_s = [seconds for seconds in _ROUND_S if low_s <= seconds <= high_s]
+        axes.set_yticks(ticks_s := ticks_s[:: math.ceil(len(ticks_s) / 6) or 1], map(formatting.duration, ticks_s))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+    def draw_cost(axes: Axes) -> None:
+        draw(axes, dollars)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda cost, _: f"${cost:,.10g}")
+
+    drawn = [("time of the run", draw_time, True), *([("cost of the run", draw_cost, False)] if dollars else [])]
+    return [_svg(name, _HALF, function, f"{name}, by accelerators", log=log) for name, function, log in drawn]
 
 
 def soft_targets_chart(model: str, chances: Sequence[Sequence[float]], classes: Sequence[int]) -> str:
@@ -331,7 +375,8 @@ def _svg(
         if not log:
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if inches != _SMALL else 3))
         draw(axes)
-        axes.set_xlim(left=0)
+        if axes.get_xscale() != "log":
+            axes.set_xlim(left=0)
         axes.set_xlabel(xlabel)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
