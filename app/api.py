@@ -119,14 +119,11 @@ def start(
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is wrong; nothing was started.
     """
-    from trainwright.integrations.ray_train import inside_ray_train
+    from trainwright.integrations.ray_train import inside_ray_train, start_inside_ray_train
+    from trainwright.runtime.launch import prepare_run
     from trainwright.runtime.run_handle import Run
 
-    if inside_ray_train():
-        from trainwright.integrations.ray_train.rank_loop import start_inside_ray_train as prepare
-    else:
-        from trainwright.runtime.launch import prepare_run as prepare
-    job = _job(job)
+    job, prepare = _job(job), start_inside_ray_train if inside_ray_train() else prepare_run
     return Run(job, *prepare(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
 
 

@@ -22,7 +22,7 @@ from tests.support import keras_jobs, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import wait_for
 from trainwright.core import events
-from trainwright.integrations.ray_train.rank_loop import POINTER_FILE
+from trainwright.integrations.ray_train import POINTER_FILE
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -16,10 +16,8 @@ from trainwright.core.errors import PlanError, ResourceError, TrainwrightError
 from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.driver.messages import FinishRun
-from trainwright.integrations.ray_train import inside_ray_train, rank_loop
-from trainwright.integrations.ray_train import worker_mapping as room
-from trainwright.integrations.ray_train.rank_loop import ReportQueue
-from trainwright.integrations.ray_train.worker_mapping import TrainWorker, TrainWorkers
+from trainwright.integrations import ray_train
+from trainwright.integrations.ray_train import ReportQueue, TrainWorker, TrainWorkers, inside_ray_train
 from trainwright.planning.decision import Decision
 from trainwright.storage.object_store import open_store
 
@@ -131,9 +129,9 @@ def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
 
 
 def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
+    monkeypatch.setattr(ray_train, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
     group: Any = object()
-    found = room.TrainPlacement(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
+    found = ray_train.TrainPlacement(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
     assert [found.options(slot) for slot in range(3)] == [
         {"num_cpus": 0, "scheduling_strategy": (group, index)} for index in (1, 0, 1)
     ]
@@ -242,10 +240,10 @@ class Session:
 
 
 def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], FinishRun], report: Callable[[Any], None]) -> Any:
-    monkeypatch.setattr(rank_loop, "_report", report)
+    monkeypatch.setattr(ray_train, "_report", report)
     prepared: Any = SimpleNamespace(store=open_store("nowhere"), job=job(), steps_per_epoch=10)
     channel, session = Channel(), Session(end)
-    leader = rank_loop.LeaderRank(channel, session, prepared)  # type: ignore[arg-type]
+    leader = ray_train.LeaderRank(channel, session, prepared)  # type: ignore[arg-type]
     return leader.run(), channel.said, session.stops
 
 
