@@ -18,8 +18,8 @@ import pytest
 from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
+from trainwright.core.callbacks import encode_image
 from trainwright.core.errors import StorageError
-from trainwright.core.media import encode_image
 from trainwright.reporting.html.run_charts import smooth
 from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
 from trainwright.reporting.html.templates import render_template, sanitized_svg

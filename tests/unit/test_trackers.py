@@ -20,8 +20,8 @@ from tests.support import processes, torch_jobs
 from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
+from trainwright.core.callbacks import encode_image
 from trainwright.core.errors import JobError, TrainwrightError
-from trainwright.core.media import encode_image
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import Store, open_store

@@ -14,9 +14,8 @@ import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.events import Evaluated
-from trainwright.tuning.search_space import draw_settings, job_of
 from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher
-from trainwright.tuning.tuner import Trial, TuneResult
+from trainwright.tuning.tuner import Trial, TuneResult, draw_settings, job_of
 
 DATA = tw.datasets.table(torch_jobs.data())
 RATES = tune.loguniform(1e-4, 1e-1)
