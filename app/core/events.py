@@ -1,16 +1,18 @@
-"""Events of a run, as they are stored: one JSON object a line, with the class name as `kind`."""
+"""Events of a run, as they are stored: one JSON object a line, with the class name in snake case as `kind`."""
 
 from __future__ import annotations
 
 import bisect
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from trainwright.core.errors import escape_control_characters
 
 _KINDS: dict[str, type[Event]] = {}
+_RENAMED = {"failed": "failure"}  # a class that gets another name needs its former one here: files hold it
 _TIMES = ("predicted", "refitted", "measured")
 
 
@@ -22,10 +24,12 @@ CODE_FIELD = "code"
 class Event:
     """Base of all events. `time_s` is seconds since the epoch on the driver's clock, filled in when emitted."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str]
     time_s: float = 0.0
 
     def __init_subclass__(cls) -> None:
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        cls.kind = _RENAMED.get(words, words)
         _KINDS[cls.kind] = cls
 
     @property
@@ -45,7 +49,6 @@ class RunStarted(Event):
     `job`, `plan`, `versions`, `dashboard` are readable facts for the report, `timeline` is an SVG of an expected step.
     """
 
-    kind = "run_started"
     run: str = ""
     token: int = 0
     job: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +72,6 @@ class RunStarted(Event):
 class Waiting(Event):
     """The run waits for something, `deadline_s` seconds at most."""
 
-    kind = "waiting"
     what: str = ""
     deadline_s: float = 0.0
 
@@ -78,7 +80,6 @@ class Waiting(Event):
 class Placed(Event):
     """A worker process is up. A `spare` holds no rank yet."""
 
-    kind = "placed"
     worker: int = 0
     node: str = ""
     pid: int = 0
@@ -89,7 +90,6 @@ class Placed(Event):
 class Promoted(Event):
     """A spare took the rank of a process that is lost."""
 
-    kind = "promoted"
     worker: int = 0
     rank: int = 0
     slot: int = 0
@@ -100,7 +100,6 @@ class Promoted(Event):
 class Leaving(Event):
     """A worker must hand its rank (-1: a spare without rank) to another process; `left_s` 0 means no hurry."""
 
-    kind = "leaving"
     worker: int = 0
     rank: int = -1
     node: str = ""
@@ -120,7 +119,6 @@ class Leaving(Event):
 class Straggling(Event):
     """A straggler: its own part of a step takes `own_s`, the others' take `usual_s`, and they wait for it."""
 
-    kind = "straggling"
     worker: int = 0
     rank: int = 0
     node: str = ""
@@ -139,7 +137,6 @@ class Straggling(Event):
 class Joined(Event):
     """A process joined without a pause, `seconds` after the request; `former` had its rank (-1: none)."""
 
-    kind = "joined"
     generation: int = 0
     worker: int = 0
     rank: int = 0
@@ -158,7 +155,6 @@ class Joined(Event):
 class Resized(Event):
     """The next rendezvous epoch has another world size and the same global batch; `why` is a text."""
 
-    kind = "resized"
     workers: int = 0
     former: int = 0
     why: str = ""
@@ -168,7 +164,6 @@ class Resized(Event):
 class Replanned(Event):
     """The next rendezvous epoch has another plan, given in `plan`; the state comes from the newest copy."""
 
-    kind = "replanned"
     plan: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     former: str = ""
@@ -194,7 +189,6 @@ class Probed(Event):
         seconds: that it took.
     """
 
-    kind = "probed"
     plan: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -220,7 +214,6 @@ class Probed(Event):
 class Formed(Event):
     """A rendezvous epoch is ready to step. `source` is the origin of its state, `nodes` the ranks on each node."""
 
-    kind = "formed"
     generation: int = 0
     workers: int = 0
     servers: int = 0  # beside them
@@ -240,7 +233,6 @@ class Steps(Event):
     `logged` has a list for each value of `tw.log`; NaN in a step that did not log it.
     """
 
-    kind = "steps"
     generation: int = 0
     step: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -277,7 +269,6 @@ class Steps(Event):
 class Prefetched(Event):
     """How far data is prefetched; see `core.data.Prefetch`."""
 
-    kind = "prefetched"
     chunks: int = 0
     chunk_steps: int = 0
     chunk_bytes: int = 0
@@ -295,7 +286,6 @@ class Measured(Event):
         noise: the noise scale, fields of `core.noise.Noise`; empty while it cannot be trusted.
     """
 
-    kind = "measured"
     step: int = 0
     steps: int = 0
     workers: int = 0
@@ -309,7 +299,6 @@ class Measured(Event):
 class Stale(Event):
     """Staleness of updates since the last such event: `topology.StalenessCounts`, with counts as pairs."""
 
-    kind = "stale"
     step: int = 0
     counts: list[list[int]] = field(default_factory=list)
     unit: str = "updates"
@@ -321,7 +310,6 @@ class Stale(Event):
 class Evaluated(Event):
     """Metrics over the whole evaluation set."""
 
-    kind = "evaluated"
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -331,7 +319,6 @@ class Evaluated(Event):
 class Checkpointed(Event):
     """A checkpoint was committed. `blocked_s` is the time that steps lost, `seconds` the time of the upload."""
 
-    kind = "checkpointed"
     step: int = 0
     path: str = ""
     size_bytes: int = 0
@@ -343,7 +330,6 @@ class Checkpointed(Event):
 class Kept(Event):
     """An in-memory checkpoint is complete on these nodes; times as in Checkpointed."""
 
-    kind = "kept"
     step: int = 0
     size_bytes: int = 0
     nodes: list[str] = field(default_factory=list)
@@ -355,7 +341,6 @@ class Kept(Event):
 class CheckpointSkipped(Event):
     """A checkpoint was not taken or not stored; training continued."""
 
-    kind = "checkpoint_skipped"
     step: int = 0
     reason: str = ""
 
@@ -364,7 +349,6 @@ class CheckpointSkipped(Event):
 class Failed(Event):
     """Something failed; the run may recover. `step` is the last completed step known."""
 
-    kind = "failure"
     generation: int = 0
     worker: int = -1
     rank: int = -1
@@ -378,7 +362,6 @@ class Failed(Event):
 class Stacks(Event):
     """Stacks of the threads of a rank when the group hung."""
 
-    kind = "stacks"
     worker: int = 0
     rank: int = 0
     node: str = ""
@@ -389,7 +372,6 @@ class Stacks(Event):
 class Noted(Event):
     """A line for the user: a fall-back to an older checkpoint, for instance."""
 
-    kind = "noted"
     text: str = ""
 
 
@@ -397,7 +379,6 @@ class Noted(Event):
 class Printed(Event):
     """A line that the job's own functions printed on a rank."""
 
-    kind = "printed"
     rank: int = 0
     line: str = ""
 
@@ -411,7 +392,6 @@ class Printed(Event):
 class MediaLogged(Event):
     """A callback logged an image (PNG) or a text after a step. Listeners get it; the log of events keeps its name."""
 
-    kind = "media_logged"
     step: int = 0
     name: str = ""
     text: str = ""
@@ -429,7 +409,6 @@ class MediaLogged(Event):
 class Judged(Event):
     """Students were compared with their teachers: facts of `scorecard.Verdict`, and the conclusion."""
 
-    kind = "judged"
     text: str = ""
     verdict: dict[str, Any] = field(default_factory=dict)
 
@@ -444,7 +423,6 @@ class RunEnded(Event):
         best: the best evaluation whose checkpoint is kept, in words; empty without `best=`.
     """
 
-    kind = "run_ended"
     outcome: str = ""
     step: int = 0
     error: str = ""

@@ -11,19 +11,17 @@ import signal
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import requests
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from trainwright.core.errors import ResourceError, TrainwrightError
 
 _CONNECT_S, _ANSWER_S, _SILENCE_S = 10.0, 60.0, 30.0
 _CLOSING = aiohttp.ClientWSTimeout(ws_close=_CONNECT_S)
-_FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _OWN_ADDRESS = "RAY_API_SERVER_ADDRESS"  # Ray takes this before any argument
 
 
@@ -37,38 +35,6 @@ class JobAgentUnavailable(ResourceError):
 
 class JobIdTaken(ResourceError):
     """A job with this ID already exists."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobDetails:
-    """A job as the server reports it.
-
-    Attributes:
-        status: `PENDING`, `RUNNING`, `STOPPED`, `SUCCEEDED` or `FAILED`.
-        exit_code: of its driver, negative for a signal; None if unknown.
-    """
-
-    id: str
-    status: str
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    message: str = ""
-    exit_code: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the job has ended."""
-        return self.status in _FINAL_STATES
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> JobDetails:
-        """Read the server's JSON."""
-        return cls(
-            id=told["submission_id"],
-            status=told["status"],
-            metadata=told.get("metadata") or {},
-            message=told.get("message") or "",
-            exit_code=told.get("driver_exit_code"),
-        )
 
 
 class _Client(JobSubmissionClient):
@@ -123,20 +89,23 @@ class JobServer:
 
     def jobs(self) -> tuple[JobDetails, ...]:
         """Return all submitted jobs."""
-        listed = self._ask("GET", "/api/jobs/").json()
-        return tuple(JobDetails.of(told) for told in listed if told.get("submission_id"))
+        with self._explained():
+            return tuple(job for job in self._client.list_jobs() if job.submission_id)
 
     def job(self, submission: str) -> JobDetails:
         """Return one job."""
-        return JobDetails.of(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}").json())
+        with self._explained():
+            return self._client.get_job_info(submission)
 
     def log(self, submission: str) -> str:
         """Return the log of a job so far."""
-        return str(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}/logs").json()["logs"])
+        with self._explained():
+            return self._client.get_job_logs(submission)
 
     def stop(self, submission: str) -> None:
         """Stop a job: Ray sends SIGTERM to its driver."""
-        self._ask("POST", f"/api/jobs/{urllib.parse.quote(submission)}/stop")
+        with self._explained():
+            self._client.stop_job(submission)
 
     def hosts(self) -> tuple[str, ...]:
         """Return host names of the living nodes; none if the server does not report them."""
@@ -300,23 +269,24 @@ def exit_code(job: JobDetails, *, trainwright_missing: bool = False) -> int:
     Raises:
         ResourceError: the job never ran, or its driver ended without an exit code.
     """
-    if job.exit_code is not None and job.exit_code != 0 and trainwright_missing:
+    code = job.driver_exit_code
+    if code and trainwright_missing:
         raise ResourceError(
             "the cluster's Python has no trainwright",
-            where=f"job {job.id}",
+            where=f"job {job.submission_id}",
             remedy="install it on every node: see setup_commands in cluster.yaml, then `ray up cluster.yaml`",
         )
-    if job.exit_code is not None:
-        return job.exit_code if job.exit_code >= 0 else 128 - job.exit_code
-    if job.status == "SUCCEEDED":
+    if code is not None:
+        return code if code >= 0 else 128 - code
+    if job.status == JobStatus.SUCCEEDED:
         return 0
-    if job.status == "STOPPED":
+    if job.status == JobStatus.STOPPED:
         return _STOPPED
     raise ResourceError(
         "the cluster ended the job without an exit code: its driver could not start, or its node was lost",
-        where=f"job {job.id}",
+        where=f"job {job.submission_id}",
         remedy="submit it again, which resumes the run; --verbose shows Ray's output",
-        detail=job.message,
+        detail=job.message or "",
     )
 
 
@@ -385,7 +355,7 @@ class LogFollower:
                 await self._show()
                 details = await asyncio.to_thread(self._server.job, self._submission)
                 self._found()
-                if details.ended:
+                if details.status.is_terminal():
                     await self._show_rest()
                     return details
             except JobServerUnreachable as error:

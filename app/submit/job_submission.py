@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.job_submission import JobDetails, JobStatus
 
 from trainwright.core import formatting
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
@@ -40,7 +41,6 @@ from trainwright.submit.job_credentials import (
 )
 from trainwright.submit.job_server import (
     JobAgentUnavailable,
-    JobDetails,
     JobIdTaken,
     JobServer,
     JobServerUnreachable,
@@ -93,8 +93,8 @@ class Submission:
         """
         found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=attach)
         if found is not None:
-            self._output.write_line(f"attached to job {found.id} ({found.status}) at {self._server.address}")
-            return found.id
+            self._output.write_line(f"attached to job {found.submission_id} ({found.status}) at {self._server.address}")
+            return str(found.submission_id)
         package = self._package()
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -104,7 +104,7 @@ class Submission:
             except JobIdTaken:  # another command submitted at the same time, for this run or another storage
                 found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=False)
                 if found is not None:
-                    return found.id
+                    return str(found.submission_id)
         return self._send(package)
 
     def follow(self, submission: str) -> int:
@@ -125,13 +125,13 @@ class Submission:
                 remedy="--attach shows the log of its latest job",
             )
         time = formatting.duration(_STOP_TIMEOUT_S)
-        self._output.write_line(f"stopping job {job.id} with a checkpoint; it has {time} for that")
-        self._server.stop(job.id)
-        details = self._follow(job.id, self._output.make_display())
+        self._output.write_line(f"stopping job {job.submission_id} with a checkpoint; it has {time} for that")
+        self._server.stop(str(job.submission_id))
+        details = self._follow(str(job.submission_id), self._output.make_display())
         if details is None:
             return _DETACHED_EXIT_CODE
-        self._output.write_line(f"job {details.id}: {details.status.lower()}")
-        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
+        self._output.write_line(f"job {details.submission_id}: {details.status.lower()}")
+        return 0 if details.status in (JobStatus.STOPPED, JobStatus.SUCCEEDED) else exit_code(details)
 
     def follow_hint(self) -> str:
         """Return the commands that follow and stop the job, in two lines."""
@@ -334,14 +334,14 @@ class SubmissionMetadata:
 
 def _jobs_of_run(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> list[JobDetails]:
     """Return the jobs of the same run, the latest last."""
-    marks = ((job, SubmissionMetadata.of(job.metadata)) for job in jobs)
+    marks = ((job, SubmissionMetadata.of(job.metadata or {})) for job in jobs)
     same = [job for job, other in marks if other and (other.run, other.storage) == (metadata.run, metadata.storage)]
-    return sorted(same, key=lambda job: _number(job.id, metadata.run))
+    return sorted(same, key=lambda job: _number(str(job.submission_id), metadata.run))
 
 
 def _running(jobs: Iterable[JobDetails]) -> JobDetails | None:
     """Return the job that has not ended."""
-    return next((job for job in jobs if not job.ended), None)
+    return next((job for job in jobs if not job.status.is_terminal()), None)
 
 
 def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
@@ -365,13 +365,13 @@ def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, a
         return alive or known[-1]
     if alive is None:
         return None
-    other = SubmissionMetadata.of(alive.metadata)
+    other = SubmissionMetadata.of(alive.metadata or {})
     assert other is not None, "it is a job of the run"
     if other.digest != metadata.digest or (metadata.fresh and not other.fresh):
         changed = "with another job file or other options" if other.digest != metadata.digest else "without --fresh"
         raise RunConflict(
             f"the run {metadata.run!r} is already running {changed}",
-            where=f"job {alive.id}, {alive.status}",
+            where=f"job {alive.submission_id}, {alive.status}",
             remedy="--attach follows it as it is; --stop ends it with a checkpoint, then submit again",
         )
     return alive
@@ -379,7 +379,7 @@ def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, a
 
 def next_submission_id(jobs: Iterable[JobDetails], run: str) -> str:
     """Return the ID of a new submission: the run's name and the next number."""
-    return f"{run}-{1 + max((_number(job.id, run) for job in jobs), default=0)}"
+    return f"{run}-{1 + max((_number(str(job.submission_id), run) for job in jobs), default=0)}"
 
 
 def _number(submission: str, run: str) -> int:

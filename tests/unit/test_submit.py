@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
 from trainwright.submit import job_submission
 from trainwright.submit.job_credentials import JobCredentials, collect_credentials, storage_schemes
 from trainwright.submit.job_server import (
     DEFAULT_ADDRESS,
-    JobDetails,
     LogCursor,
     exit_code,
     is_ray_message,
@@ -92,7 +92,10 @@ def test_lines_of_ray_and_a_missing_trainwright_are_known() -> None:
 def news(
     name: str, status: str = "RUNNING", mark: SubmissionMetadata | None = None, code: int | None = None
 ) -> JobDetails:
-    return JobDetails(id=name, status=status, metadata=mark.as_mapping() if mark else {}, exit_code=code)
+    return JobDetails(
+        type=JobType.SUBMISSION, entrypoint="", submission_id=name, status=JobStatus(status),
+        metadata=mark.as_mapping() if mark else {}, driver_exit_code=code,
+    )  # fmt: skip
 
 
 MARK = SubmissionMetadata(run="a", storage="s3://b/runs", digest="d")

@@ -208,7 +208,7 @@ def test_the_command_writes_a_page_and_json() -> None:
     assert found["wishes"]["aim"] == "cheapest" and found["chosen"]["dollars_an_hour"] == 1.25
     assert [batch["batch_size"] for batch in found["batches"]] == [4, 8, 16]
     html = Path("plan.html").read_text()
-    assert html.count("<svg") == 2 and html.startswith("<!doctype html>") and "Batch sizes" in html
+    assert html.count("<svg") == 3 and html.startswith("<!doctype html>") and "Batch sizes" in html
 
 
 @pytest.mark.usefixtures("folder")
@@ -253,7 +253,8 @@ def test_options_in_words() -> None:
 
 
 def pictures(html: str) -> list[ET.Element]:
-    return [ET.fromstring(f"<svg{part.split('</svg>')[0]}</svg>") for part in html.split("<svg")[1:]]
+    parts = html.replace("xlink:", "").split("<svg")[1:]
+    return [ET.fromstring(f"<svg{part.split('</svg>')[0]}</svg>") for part in parts]
 
 
 def of_tag(picture: ET.Element, tag: str) -> list[ET.Element]:
