@@ -13,14 +13,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-def _session_folder() -> str:
-    """Return the folder of the Ray session that this process is connected to."""
-    from ray._private.worker import _global_node
-
-    node: Any = _global_node
-    return str(node.get_session_dir_path())
-
-
 def _dashboard_address() -> str:
     """Return the address of the connected cluster's dashboard; empty where it has none."""
     from ray._private.worker import get_dashboard_url

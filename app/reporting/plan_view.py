@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Any, TypeVar
+from typing import Any
 
+from pydantic import TypeAdapter
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +18,6 @@ from trainwright.core.plan import (
     InfeasiblePlan,
     Mesh,
     Plan,
-    WorkerResources,
     assign_nodes,
     format_ranges,
     parse_ranges,
@@ -27,8 +26,6 @@ from trainwright.core.plan import (
     tensor_workers,
 )
 from trainwright.strategies import current_engine
-
-_Fact = TypeVar("_Fact")
 
 
 def plan_line(plan: Plan) -> str:
@@ -132,29 +129,8 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
     """Rebuild the plan of `RunStarted.plan` (its `asdict`), also from JSON; None when there is none."""
     if not {"strategy", "engine", "mesh", "batch_size", "placement"} <= facts.keys():
         return None
-    estimate = facts.get("estimate")
-    if estimate:
-        memory = tuple(estimate.get("stage_memory_bytes", ()))
-        estimate = _known(Estimate, {**estimate, "stage_memory_bytes": memory})
-    return _known(
-        Plan,
-        {
-            **facts,
-            "engine": current_engine(facts["engine"]),
-            "mesh": _known(Mesh, facts["mesh"]),
-            "placement": _known(WorkerResources, facts["placement"]),
-            "estimate": estimate or None,
-            "notes": tuple(facts.get("notes", ())),
-            "stages": tuple(facts.get("stages", ())),
-            "cuts": tuple(facts.get("cuts", ())),
-        },
-    )
-
-
-def _known(kind: type[_Fact], facts: Mapping[str, Any]) -> _Fact:
-    """Return an object of the fields that this version knows; a later version may have written more."""
-    names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in facts.items() if name in names})
+    known = {**facts, "engine": current_engine(facts["engine"]), "estimate": facts.get("estimate") or None}
+    return TypeAdapter(Plan).validate_python(known)  # it leaves out fields of later versions
 
 
 def _degrees(plan: Plan) -> str:

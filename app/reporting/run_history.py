@@ -53,17 +53,16 @@ class RunHistory:
     state: RunState = "running"
 
     @classmethod
-    def fold(cls, events: Iterable[Event], *, owner_alive: bool = True, state: RunState | None = None) -> RunHistory:
+    def fold(cls, events: Iterable[Event], *, owner_alive: bool = True) -> RunHistory:
         """Summarize events, given in order.
 
         Args:
             owner_alive: whether the driver lives; tells a running driver from one that was killed.
-            state: the state by the run log, where the log knows better than the events.
         """
         summary = RunSummary()
         for event in events:
             summary.add(event)
-        return cls(summary=summary, state=state or summary.state(owner_alive))
+        return cls(summary=summary, state=summary.state(owner_alive))
 
     @cached_property
     def records(self) -> tuple[StepRecord, ...]:

@@ -96,13 +96,13 @@ def staleness_percentile(staleness: StalenessCounts, part: float) -> int:
     return 0
 
 
-def fewest_servers(outcomes: Sequence[SimulationResult], gain: float = 1.05) -> Mapping[str, int]:
-    """Return by consistency the fewest servers whose time is within a factor of the fastest."""
+def fewest_servers(outcomes: Sequence[SimulationResult]) -> Mapping[str, int]:
+    """Return by consistency the fewest servers whose time is within 5% of the fastest."""
     found: dict[str, int] = {}
     for name in dict.fromkeys(str(one.scenario.consistency) for one in outcomes):
         mine = [one for one in outcomes if str(one.scenario.consistency) == name]
         most = max(one.steps_per_s for one in mine)
-        found[name] = min(one.scenario.servers for one in mine if gain * one.steps_per_s >= most)
+        found[name] = min(one.scenario.servers for one in mine if 1.05 * one.steps_per_s >= most)
     return found
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
@@ -252,9 +252,7 @@ def _damage_note(ref: CheckpointRef, error: CheckpointError) -> str:
     return f"the checkpoint of step {ref.step} is skipped: {error.what} ({error.where})"
 
 
-def delete_unreferenced(
-    store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()
-) -> tuple[str, ...]:
+def delete_unreferenced(store: Store, run: str, keep: Sequence[CheckpointRef]) -> tuple[str, ...]:
     """Delete the checkpoint folders that the run log does not name: old ones, and incomplete ones of dead drivers.
 
     Folders newer than the newest kept one, by token and then by step, stay: they are uploads in progress, of this
@@ -262,7 +260,6 @@ def delete_unreferenced(
 
     Args:
         keep: the checkpoints of the newest log entry, newest last; when empty, nothing is deleted.
-        writing: further folders within the run that are being written.
 
     Returns:
         The deleted folders, relative to the run.
@@ -273,7 +270,7 @@ def delete_unreferenced(
     if not keep:
         return ()
     newest = _folder_order(keep[-1].path)
-    spared = {ref.path for ref in keep} | set(writing)
+    spared = {ref.path for ref in keep}
     doomed = []
     for name in store.folders(f"{run}/checkpoints"):
         path = f"checkpoints/{name}"

@@ -78,9 +78,9 @@ class _StoreBackend(ABC):
     def reader(self) -> ObjectStore:
         """Return the client that reads, lists and deletes."""
 
-    @abstractmethod
-    def bulk(self, *, write: bool = False) -> ObjectStore:
-        """Return the client for the parts of large files."""
+    def bulk(self) -> ObjectStore:
+        """Return the client that reads parts of large files."""
+        return self.reader()
 
     @abstractmethod
     def get(self, path: str) -> bytes:
@@ -138,9 +138,6 @@ class _LocalFolder(_StoreBackend):
             self._client = client = LocalStore(self._folder, mkdir=True, automatic_cleanup=True)
         return client
 
-    def bulk(self, *, write: bool = False) -> ObjectStore:
-        return self._writer() if write else self.reader()
-
     def get(self, path: str) -> bytes:
         return obstore.get(self.reader(), path).bytes().to_bytes()
 
@@ -184,7 +181,7 @@ class _ObjectStoreClients(_StoreBackend):
     def reader(self) -> ObjectStore:
         return self._usual
 
-    def bulk(self, *, write: bool = False) -> ObjectStore:
+    def bulk(self) -> ObjectStore:
         return self._bulk
 
     def get(self, path: str) -> bytes:

@@ -11,7 +11,8 @@ import io
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from trainwright.core.errors import JobError
@@ -137,7 +138,7 @@ class MLflow:
     _run: str = field(default="", init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_mlflow, (self.uri, self.experiment)
+        return partial(MLflow, uri=self.uri, experiment=self.experiment), ()
 
     def check(self) -> None:
         """Raise JobError where MLflow is not installed."""
@@ -203,10 +204,6 @@ class MLflow:
         self._client.set_terminated(self._run, _STATUS[ending.state])
 
 
-def _rebuild_mlflow(uri: str | None, experiment: str) -> MLflow:
-    return MLflow(uri=uri, experiment=experiment)
-
-
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +232,8 @@ class WandB:
     _last: int = field(default=0, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_wandb, (self.project, self.entity, self.mode, self.folder, self.tags)
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return partial(WandB, **given), ()
 
     def check(self) -> None:
         """Raise JobError where wandb is not installed or has no key; in a terminal wandb asks for one."""
@@ -285,9 +283,3 @@ class WandB:
         self._run.summary.update({f"trainwright/{name}": uri for name, uri in ending.links.items()})
         self._run.summary.update({"trainwright/state": ending.state})
         self._run.finish(exit_code=1 if ending.state == "failed" else 0)
-
-
-def _rebuild_wandb(
-    project: str, entity: str | None, mode: _WandBMode | None, folder: str | None, tags: tuple[str, ...]
-) -> WandB:
-    return WandB(project=project, entity=entity, mode=mode, folder=folder, tags=tags)

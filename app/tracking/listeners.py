@@ -66,18 +66,17 @@ class PrometheusListener:
             return  # the run has not started
         if any(labels["strategy"] != strategy for labels in self._gauges.values()):
             self.close()
-        for reading in readings:
-            self._record(reading, {"run": self._readings.run, "strategy": strategy})
+        for name, value in readings:
+            self._record(METRICS[name], value, {"run": self._readings.run, "strategy": strategy})
 
-    def _record(self, reading: _MetricSample, labels: dict[str, str]) -> None:
-        metric = METRICS[reading.name]
-        if not math.isfinite(reading.value) or (metric.kind == "counter" and reading.value <= 0):
+    def _record(self, metric: MetricSpec, value: float, labels: dict[str, str]) -> None:
+        if not math.isfinite(value) or (metric.kind == "counter" and value <= 0):
             return
         if metric.kind == "gauge":
             self._gauges[metric.name] = labels
         if metric.labels:
-            labels = {**labels, "source": reading.source}
-        self._write(metric, reading.value, labels)
+            labels = {**labels, "source": self._readings.source}
+        self._write(metric, value, labels)
 
     def close(self) -> None:
         """End the gauges: a finished run has neither throughput nor workers."""
@@ -117,13 +116,7 @@ def _ray_metric(name: str) -> Any:
 GOODPUT_INTERVAL_S = 10.0  # between computations of goodput, which take milliseconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MetricSample:
-    """A value of a metric: set for a gauge, added for other kinds. `source` is only set for recoveries."""
-
-    name: str
-    value: float
-    source: str = ""
+_Samples = Iterator[tuple[str, float]]  # values of metrics by name: set for a gauge, added for other kinds
 
 
 class MetricCollector:
@@ -133,14 +126,15 @@ class MetricCollector:
 
     Attributes:
         run, strategy: labels of all samples; empty before the run has started.
+        source: where the state of the last recovery came from, its label.
     """
 
     def __init__(self) -> None:
-        self.run = self.strategy = ""
+        self.run = self.strategy = self.source = ""
         self._formatter, self._summary, self._workers = EventFormatter(), RunSummary(), _WorkerCount()
         self._goodput_s = -math.inf
 
-    def take(self, event: Event) -> Iterator[_MetricSample]:
+    def take(self, event: Event) -> _Samples:
         """Yield the metrics that one event changes. Exhaust the iterator before the next event."""
         summary = self._summary
         lost, recovered = summary.steps_lost, len(summary.recoveries)
@@ -150,34 +144,35 @@ class MetricCollector:
         match event:
             case RunStarted():
                 self.run, self.strategy = event.run, str(event.plan.get("strategy", ""))
-                yield _MetricSample(name="total_steps", value=event.total_steps)
+                yield "total_steps", event.total_steps
             case Replanned() | Probed():
                 self.strategy = str(event.plan.get("strategy", self.strategy))
             case Steps():
                 yield from _step_samples(event)
             case Failed():
-                yield _MetricSample(name="failures", value=1)
+                yield "failures", 1
             case Formed() if len(summary.recoveries) > recovered:
-                yield _MetricSample(name="recoveries", value=1, source=event.source)
-                yield _MetricSample(name="recovery_seconds", value=event.seconds)
+                self.source = event.source
+                yield "recoveries", 1
+                yield "recovery_seconds", event.seconds
             case Checkpointed():
                 yield from _checkpoint_samples(event)
-        yield _MetricSample(name="steps_lost", value=summary.steps_lost - lost)
+        yield "steps_lost", summary.steps_lost - lost
         yield from self._gauges(event)
 
-    def _gauges(self, event: Event) -> Iterator[_MetricSample]:
+    def _gauges(self, event: Event) -> _Samples:
         if isinstance(event, Steps | Formed):
             figures = self._formatter.figures
-            yield _MetricSample(name="step", value=figures.step)
-            yield _MetricSample(name="loss", value=figures.loss)
-            yield _MetricSample(name="samples_per_second", value=figures.samples_per_s)
-            yield _MetricSample(name="data_wait_share", value=figures.wait_share)
+            yield "step", figures.step
+            yield "loss", figures.loss
+            yield "samples_per_second", figures.samples_per_s
+            yield "data_wait_share", figures.wait_share
         if isinstance(event, RunStarted | Formed | Failed | Joined | Resized | Replanned | Probed):
-            yield _MetricSample(name="workers", value=self._workers.workers)
-            yield _MetricSample(name="workers_wanted", value=self._workers.wanted)
+            yield "workers", self._workers.workers
+            yield "workers_wanted", self._workers.wanted
         if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + GOODPUT_INTERVAL_S:
             self._goodput_s = event.time_s
-            yield _MetricSample(name="goodput", value=self._summary.totals().goodput)
+            yield "goodput", self._summary.totals().goodput
 
 
 class _WorkerCount:
@@ -210,19 +205,19 @@ class _WorkerCount:
                 self._down.discard(event.rank)
 
 
-def _step_samples(event: Steps) -> Iterator[_MetricSample]:
-    yield _MetricSample(name="steps", value=len(event.step))
-    yield _MetricSample(name="samples", value=sum(event.samples))
-    yield _MetricSample(name="data_wait_seconds", value=sum(value for value in event.wait_s if math.isfinite(value)))
+def _step_samples(event: Steps) -> _Samples:
+    yield "steps", len(event.step)
+    yield "samples", sum(event.samples)
+    yield "data_wait_seconds", sum(value for value in event.wait_s if math.isfinite(value))
     for seconds in event.step_s:
-        yield _MetricSample(name="step_seconds", value=seconds)
+        yield "step_seconds", seconds
 
 
-def _checkpoint_samples(event: Checkpointed) -> Iterator[_MetricSample]:
-    yield _MetricSample(name="checkpoints", value=1)
-    yield _MetricSample(name="checkpoint_bytes", value=event.size_bytes)
-    yield _MetricSample(name="checkpoint_seconds", value=event.seconds)
-    yield _MetricSample(name="checkpoint_blocked_seconds", value=event.blocked_s)
+def _checkpoint_samples(event: Checkpointed) -> _Samples:
+    yield "checkpoints", 1
+    yield "checkpoint_bytes", event.size_bytes
+    yield "checkpoint_seconds", event.seconds
+    yield "checkpoint_blocked_seconds", event.blocked_s
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -252,38 +247,38 @@ class MetricSpec:
         return f"trainwright_{self.name}"
 
 
+_TEXTS: dict[Literal["gauge", "counter", "histogram"], dict[str, str]] = {
+    "gauge": {
+        "step": "Steps completed that count; less after a recovery that lost some",
+        "total_steps": "Steps of the whole run",
+        "loss": "Training loss, mean of the last 50 steps",
+        "samples_per_second": "Samples a second while stepping, over the last 50 steps",
+        "data_wait_share": "Share of the last 50 steps that waited for data, 0 to 1",
+        "goodput": "Share of this driver's time spent computing steps that count, 0 to 1",
+        "workers": "Workers that take part now, without lost ones",
+        "workers_wanted": "Workers of the plan",
+        "checkpoint_bytes": "Size of the newest checkpoint in bytes",
+    },
+    "counter": {
+        "steps": "Steps done, repeated ones included",
+        "samples": "Samples trained on, those of repeated steps included",
+        "data_wait_seconds": "Seconds of steps that waited for data",
+        "failures": "Failures",
+        "recoveries": "Recoveries by where the state came from",
+        "recovery_seconds": "Seconds from failures to the next rendezvous",
+        "steps_lost": "Completed steps that had to be repeated",
+        "checkpoints": "Checkpoints committed",
+        "checkpoint_seconds": "Seconds that it took to store checkpoints",
+        "checkpoint_blocked_seconds": "Seconds that steps waited for checkpoints",
+    },
+    "histogram": {
+        "step_seconds": "Seconds of a step",
+    },
+}
 METRICS = {
-    metric.name: metric
-    for metric in (
-        MetricSpec(name="step", kind="gauge", text="Steps completed that count; less after a recovery that lost some"),
-        MetricSpec(name="total_steps", kind="gauge", text="Steps of the whole run"),
-        MetricSpec(name="loss", kind="gauge", text="Training loss, mean of the last 50 steps"),
-        MetricSpec(
-            name="samples_per_second", kind="gauge", text="Samples a second while stepping, over the last 50 steps"
-        ),
-        MetricSpec(
-            name="data_wait_share", kind="gauge", text="Share of the last 50 steps that waited for data, 0 to 1"
-        ),
-        MetricSpec(
-            name="goodput", kind="gauge", text="Share of this driver's time spent computing steps that count, 0 to 1"
-        ),
-        MetricSpec(name="workers", kind="gauge", text="Workers that take part now, without lost ones"),
-        MetricSpec(name="workers_wanted", kind="gauge", text="Workers of the plan"),
-        MetricSpec(name="checkpoint_bytes", kind="gauge", text="Size of the newest checkpoint in bytes"),
-        MetricSpec(name="steps", kind="counter", text="Steps done, repeated ones included"),
-        MetricSpec(name="samples", kind="counter", text="Samples trained on, those of repeated steps included"),
-        MetricSpec(name="data_wait_seconds", kind="counter", text="Seconds of steps that waited for data"),
-        MetricSpec(name="failures", kind="counter", text="Failures"),
-        MetricSpec(
-            name="recoveries", kind="counter", text="Recoveries by where the state came from", labels=("source",)
-        ),
-        MetricSpec(name="recovery_seconds", kind="counter", text="Seconds from failures to the next rendezvous"),
-        MetricSpec(name="steps_lost", kind="counter", text="Completed steps that had to be repeated"),
-        MetricSpec(name="checkpoints", kind="counter", text="Checkpoints committed"),
-        MetricSpec(name="checkpoint_seconds", kind="counter", text="Seconds that it took to store checkpoints"),
-        MetricSpec(name="checkpoint_blocked_seconds", kind="counter", text="Seconds that steps waited for checkpoints"),
-        MetricSpec(name="step_seconds", kind="histogram", text="Seconds of a step"),
-    )
+    name: MetricSpec(name=name, kind=kind, text=text, labels=("source",) if name == "recoveries" else ())
+    for kind, texts in _TEXTS.items()
+    for name, text in texts.items()
 }
 
 

@@ -155,7 +155,7 @@ def test_credentials_travel_unseen_and_a_stopped_run_goes_on_to_its_end(
 def shown(cluster: Cluster) -> list[bytes]:
     """What the dashboard says to anybody who asks."""
     jobs = JobServer(cluster.address).jobs()
-    paths = [*SHOWN, *(f"/api/jobs/{job.id}{rest}" for job in jobs for rest in ("", "/logs"))]
+    paths = [*SHOWN, *(f"/api/jobs/{job.submission_id}{rest}" for job in jobs for rest in ("", "/logs"))]
     answers = [requests.get(cluster.address + path, timeout=30) for path in paths]
     assert all(answer.ok for answer in answers), [(answer.url, answer.status_code) for answer in answers]
     return [answer.content for answer in answers]

@@ -133,7 +133,7 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
     reader = listeners.MetricCollector()
     last: dict[str, float] = {}
     for event in run:
-        last |= {reading.name: reading.value for reading in reader.take(event)}
+        last |= dict(reader.take(event))
     assert last["goodput"] == pytest.approx(20_000 * 0.08 / 2112)
     assert len(reader._summary.steps) <= MOST_ROWS
 

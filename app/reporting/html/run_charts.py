@@ -294,11 +294,9 @@ def _no_math(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _binned(
-    records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
-) -> tuple[list[float], list[float]]:
-    """Return about `most` steps and means of groups of equally many steps; NaN where no value is finite."""
-    size = max(1, math.ceil(sum(record.count for record in records) / most))
+def _binned(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> tuple[list[float], list[float]]:
+    """Return about `_BINS` steps and means of groups of equally many steps; NaN where no value is finite."""
+    size = max(1, math.ceil(sum(record.count for record in records) / _BINS))
     steps, means, part = list[float](), list[float](), list[tuple[float, int]]()
     for record in records:
         part.append((value(record), record.count))
