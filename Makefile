@@ -40,7 +40,7 @@ test-all: setup ## run all tests, also those on Ray clusters and with faults; AR
 
 .PHONY: hosts
 hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
-	@$(PYTEST) -m hosts $(ARGS)
+	@$(PYTEST) -n 3 -m hosts $(ARGS)
 
 .PHONY: nodes
 nodes: setup ## run the tests of several nodes on this machine: lost and coming ones, links that are cut (as root)
