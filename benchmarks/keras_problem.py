@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from problem import BATCH_SIZE, CLASSES, FEATURES, HIDDEN, RATE
+from problem import CLASSES, FEATURES, HIDDEN, RATE
 
 
 def build_model() -> Any:
@@ -39,34 +39,7 @@ def adam(variables: Any) -> Any:
     return keras.optimizers.AdamW(RATE)
 
 
-def build_compiled() -> Any:
-    """The model, compiled for `fit`."""
-    import keras
-
-    model = build_model()
-    model.compile(adam(None), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def build_loop() -> Any:
-    """The model in a custom training loop."""
-    import tensorflow as tf
-
-    import trainwright as tw
-
-    model, optimizer = build_model(), adam(None)
-
-    def train_step(inputs: Any, targets: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(losses(model(inputs, training=True), targets)) / BATCH_SIZE
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return loss
-
-    return tw.CustomLoop(train_step, model=model, optimizer=optimizer)
-
-
 FIELDS: dict[str, Any] = {"model": build_model, "loss": losses, "optimizer": adam}
-FIT: dict[str, Any] = {"run": "fit", "loss": None, "optimizer": None}
 
 
 def stamping(folder: Any, pause_s: float) -> Callable[[Any], Any]:

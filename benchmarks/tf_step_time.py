@@ -19,23 +19,15 @@ NOTE = (
     "worker (its own loop, data stream, engine and records, which reads the loss of each step, without Ray around it); "
     f"they take turns with blocks of {BLOCK} steps behind a barrier, every other pair begins with the other loop. As a "
     "loop by hand may run ahead of its last steps, `whole block`, at whose end it waits for all of them, is what "
-    'counts. The same for `run="fit"`, Keras\' own `train_step` on several workers, and for a `CustomLoop`.'
+    "counts."
 )
-PLAIN = "plain MultiWorkerMirroredStrategy"
-KINDS = {
-    PLAIN: keras_problem.FIELDS,
-    f'{PLAIN}, run="fit"': {**keras_problem.FIT, "model": keras_problem.build_compiled},
-    f"{PLAIN}, CustomLoop": {**keras_problem.FIT, "model": keras_problem.build_loop},
-}
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    turns, found = turns_of(60, smoke=smoke), []
-    for number, (against, fields) in enumerate(KINDS.items()):
-        described = {**fields, "strategy": "tf_multi_worker_mirrored"}
-        found += duel("tf_step_time", folder / str(number), _by_hand, against, turns, **described)
-    return found
+    described = {**keras_problem.FIELDS, "strategy": "tf_multi_worker_mirrored"}
+    turns = turns_of(60, smoke=smoke)
+    return duel("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", turns, **described)
 
 
 def _by_hand(worker: Worker, _rank: int) -> Loop:
