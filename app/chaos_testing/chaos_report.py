@@ -40,58 +40,36 @@ class FinalCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultCost:
-    """The cost of one fault.
-
-    Attributes:
-        detection_s: time from the fault to the first failure event; None if there was none.
-        recovery_s: time from there, for a driver from its death, until the run could step again; None without recovery.
-        steps_lost: completed steps that were repeated.
-        source: where the state came from: `replica`, `checkpoint` or `initial`; empty without recovery.
-        checkpoints_skipped: number of checkpoints that did not become durable.
-    """
+    """The cost of one fault."""
 
     injected: InjectedFault
-    detection_s: float | None = None
+    detection_s: float | None = None  # time from the fault to the first failure event; None if there was none
+    # time from there, for a driver from its death, until the run could step again; None without recovery
     recovery_s: float | None = None
-    steps_lost: int = 0
-    source: str = ""
-    checkpoints_skipped: int = 0
+    steps_lost: int = 0  # completed steps that were repeated
+    source: str = ""  # where the state came from: `replica`, `checkpoint` or `initial`; empty without recovery
+    checkpoints_skipped: int = 0  # number of checkpoints that did not become durable
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosReport:
-    """Result of a chaos test. It is true if the test passed.
-
-    Attributes:
-        seed: of the schedule of faults.
-        differences: differences from the uninterrupted run, in words.
-        since_step: the first step whose loss differs; None if none does.
-        repeatable: whether two uninterrupted runs agree; None if not tried.
-        missed: faults that were not injected before the run ended.
-        leaks: processes, shared memory and actors that outlived the run under faults.
-        changed: fields of the job that were changed for the run under faults, in words.
-        goodput: share of the time under faults that computed steps that count.
-        unbroken_goodput: the same of the uninterrupted run.
-        seconds: time from the first event of the run under faults to the last.
-        unbroken_seconds: the same of the uninterrupted run.
-        storage: where the runs are; empty if they were deleted.
-    """
+    """Result of a chaos test. It is true if the test passed."""
 
     job: str
-    seed: int
+    seed: int  # of the schedule of faults
     steps: int
-    differences: tuple[str, ...] = ()
-    since_step: int | None = None
-    repeatable: bool | None = None
+    differences: tuple[str, ...] = ()  # differences from the uninterrupted run, in words
+    since_step: int | None = None  # the first step whose loss differs; None if none does
+    repeatable: bool | None = None  # whether two uninterrupted runs agree; None if not tried
     costs: tuple[FaultCost, ...] = ()
-    missed: tuple[str, ...] = ()
-    leaks: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    goodput: float = math.nan
-    unbroken_goodput: float = math.nan
-    seconds: float = 0.0
-    unbroken_seconds: float = 0.0
-    storage: str = ""
+    missed: tuple[str, ...] = ()  # faults that were not injected before the run ended
+    leaks: tuple[str, ...] = ()  # processes, shared memory and actors that outlived the run under faults
+    changed: tuple[str, ...] = ()  # fields of the job that were changed for the run under faults, in words
+    goodput: float = math.nan  # share of the time under faults that computed steps that count
+    unbroken_goodput: float = math.nan  # the same of the uninterrupted run
+    seconds: float = 0.0  # time from the first event of the run under faults to the last
+    unbroken_seconds: float = 0.0  # the same of the uninterrupted run
+    storage: str = ""  # where the runs are; empty if they were deleted
 
     @property
     def agrees(self) -> bool:

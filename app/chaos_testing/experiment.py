@@ -44,20 +44,14 @@ _Say = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
-    """Options of a chaos test.
+    """Options of a chaos test."""
 
-    Attributes:
-        seed: of the schedule of faults.
-        faults: names of faults; none for all that fit the job.
-        every_s: seconds between random faults until the run ends; None injects each fault once, spread over the run.
-        twice: whether to make a second run without faults in any case.
-    """
-
-    seed: int = 0
-    faults: tuple[str, ...] = ()
+    seed: int = 0  # of the schedule of faults
+    faults: tuple[str, ...] = ()  # names of faults; none for all that fit the job
+    # seconds between random faults until the run ends; None injects each fault once, spread over the run
     every_s: float | None = None
     keep: bool = False
-    twice: bool = False
+    twice: bool = False  # whether to make a second run without faults in any case
 
 
 def run_experiment(job: Job, plan: Plan, options: ChaosOptions, say: _Say = lambda _: None) -> chaos_report.ChaosReport:
@@ -166,14 +160,10 @@ def run_name(job: Job, suffix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchStorage:
-    """Temporary storage of a chaos test.
-
-    Attributes:
-        folder: on this machine, for job files and logs of the drivers.
-    """
+    """Temporary storage of a chaos test."""
 
     storage: str
-    folder: Path
+    folder: Path  # on this machine, for job files and logs of the drivers
 
     def final(self, run: str) -> chaos_report.FinalCheckpoint:
         """Return the newest checkpoint of a run, with every file read and checked. Raises CheckpointError."""
@@ -272,15 +262,10 @@ _SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True, kw_only=True)
 class HostSnapshot:
-    """Shared memory and named actors at one moment.
+    """Shared memory and named actors at one moment."""
 
-    Attributes:
-        shared: names of files in shared memory.
-        actors: names of Ray's named actors, in all namespaces.
-    """
-
-    shared: frozenset[str]
-    actors: frozenset[str]
+    shared: frozenset[str]  # names of files in shared memory
+    actors: frozenset[str]  # names of Ray's named actors, in all namespaces
 
     @classmethod
     def now(cls) -> HostSnapshot:

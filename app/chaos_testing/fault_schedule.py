@@ -22,18 +22,12 @@ _DELAY_S = 0.5  # at most; without a delay faults would always coincide with eve
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledFault:
-    """One fault of a schedule.
-
-    Attributes:
-        step: step that must be complete before the fault.
-        after_s: least time since the previous fault, or since the first rendezvous.
-        draw: random number from 0 to 1, which chooses the target and the delay.
-    """
+    """One fault of a schedule."""
 
     fault: FaultType
-    step: int = 0
-    after_s: float = 0.0
-    draw: float = 0.0
+    step: int = 0  # step that must be complete before the fault
+    after_s: float = 0.0  # least time since the previous fault, or since the first rendezvous
+    draw: float = 0.0  # random number from 0 to 1, which chooses the target and the delay
 
     @property
     def delay_s(self) -> float:
@@ -43,15 +37,10 @@ class ScheduledFault:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousFault:
-    """Time of the last fault, or of the first rendezvous.
+    """Time of the last fault, or of the first rendezvous."""
 
-    Attributes:
-        at_s: monotonic time.
-        step: newest completed step; None before the first fault, which needs no checkpoint.
-    """
-
-    at_s: float
-    step: int | None = None
+    at_s: float  # monotonic time
+    step: int | None = None  # newest completed step; None before the first fault, which needs no checkpoint
 
 
 def spread_schedule(faults: Sequence[FaultType], seed: int, total_steps: int) -> tuple[ScheduledFault, ...]:
@@ -146,20 +135,14 @@ class ObservedWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedState:
-    """State of a run after its newest event.
+    """State of a run after its newest event."""
 
-    Attributes:
-        processes: placed processes that have not failed, by worker number.
-        formed: whether the workers are ready to step.
-        ever_formed: whether this driver has completed a rendezvous.
-        formed_step: step at which the newest rendezvous started.
-    """
-
+    # placed processes that have not failed, by worker number
     processes: Mapping[int, ObservedWorker] = field(default_factory=dict)
-    formed: bool = False
-    ever_formed: bool = False
+    formed: bool = False  # whether the workers are ready to step
+    ever_formed: bool = False  # whether this driver has completed a rendezvous
     step: int = 0
-    formed_step: int = 0
+    formed_step: int = 0  # step at which the newest rendezvous started
     committed: int = 0
     ended: bool = False
 
@@ -213,28 +196,18 @@ _ALL = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class FaultType:
-    """One kind of fault.
-
-    Attributes:
-        target: what it hits; a link between nodes needs an outage that can interrupt it.
-        victims: number of workers hit at the same time.
-        seconds: duration of an outage; 0 for a signal.
-        at_start: whether it is injected while the run starts, not while it steps.
-        twice: whether it hits another worker while the run recovers from the first.
-        least_workers: number of workers that the run needs.
-        least_spares: number of warm standbys that the run needs.
-    """
+    """One kind of fault."""
 
     name: str
     description: str
-    target: Target = "worker"
-    victims: int = 1
+    target: Target = "worker"  # what it hits; a link between nodes needs an outage that can interrupt it
+    victims: int = 1  # number of workers hit at the same time
     signal_number: int = signal.SIGKILL
-    seconds: float = 0.0
-    at_start: bool = False
-    twice: bool = False
-    least_workers: int = 1
-    least_spares: int = 0
+    seconds: float = 0.0  # duration of an outage; 0 for a signal
+    at_start: bool = False  # whether it is injected while the run starts, not while it steps
+    twice: bool = False  # whether it hits another worker while the run recovers from the first
+    least_workers: int = 1  # number of workers that the run needs
+    least_spares: int = 0  # number of warm standbys that the run needs
 
 
 CATALOGUE = (
@@ -259,15 +232,11 @@ _BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRequirements:
-    """Properties of a run that decide which faults fit it.
-
-    Attributes:
-        storage: why the store cannot be made to fail; empty if it can.
-    """
+    """Properties of a run that decide which faults fit it."""
 
     workers: int
     spares: int
-    storage: str = ""
+    storage: str = ""  # why the store cannot be made to fail; empty if it can
 
 
 def _unfit_reason(fault: FaultType, requirements: FaultRequirements) -> str:

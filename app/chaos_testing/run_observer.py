@@ -37,14 +37,10 @@ _TAIL_BYTES = 4_000
 
 @dataclass(frozen=True, kw_only=True)
 class _DriverExit:
-    """End of a driver process.
-
-    Attributes:
-        killed: whether the observer killed it, or paused it so that another driver takes over.
-    """
+    """End of a driver process."""
 
     code: int
-    killed: bool
+    killed: bool  # whether the observer killed it, or paused it so that another driver takes over
 
 
 class _ObservedDriver:
@@ -237,19 +233,13 @@ _DRIVER_EXIT_TIMEOUT_S = 60.0  # for a paused driver to find that it was replace
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedRun:
-    """Result of one observed run.
-
-    Attributes:
-        missed: faults that were not injected before the run ended.
-        error: why the run failed; empty if it is done.
-        remaining: worker processes that did not end.
-    """
+    """Result of one observed run."""
 
     events: tuple[Event, ...]
     injected: tuple[InjectedFault, ...] = ()
-    missed: tuple[str, ...] = ()
-    error: str = ""
-    remaining: tuple[ObservedWorker, ...] = ()
+    missed: tuple[str, ...] = ()  # faults that were not injected before the run ended
+    error: str = ""  # why the run failed; empty if it is done
+    remaining: tuple[ObservedWorker, ...] = ()  # worker processes that did not end
 
 
 class RunObserver:
@@ -411,17 +401,12 @@ def _paused_driver_error(paused: _ObservedDriver) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class InjectedFault:
-    """An injected fault.
-
-    Attributes:
-        step: newest completed step known.
-        targets: what it hit, in words.
-    """
+    """An injected fault."""
 
     fault: str
     time_s: float
-    step: int
-    targets: tuple[str, ...]
+    step: int  # newest completed step known
+    targets: tuple[str, ...]  # what it hit, in words
 
 
 class _FaultInjector:

@@ -30,16 +30,11 @@ class ClusterFileError(TrainwrightError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholder:
-    """A value that the user changes.
-
-    Attributes:
-        what: description, from the comment.
-        line: line number of the value, from 1.
-    """
+    """A value that the user changes."""
 
     name: str
-    what: str
-    line: int
+    what: str  # description, from the comment
+    line: int  # line number of the value, from 1
     value: str
 
     @property

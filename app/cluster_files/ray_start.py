@@ -30,14 +30,10 @@ _TOKEN_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class RayStart:
-    """One call of `ray start`.
-
-    Attributes:
-        options: values by name, without dashes.
-    """
+    """One call of `ray start`."""
 
     item: YamlItem
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)  # values by name, without dashes
     environment: Mapping[str, str] = field(default_factory=dict)
     head: bool = False
 

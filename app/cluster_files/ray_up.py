@@ -20,18 +20,13 @@ from trainwright.core.errors import Finding, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class _NodeGroup:
-    """Nodes of one type.
+    """Nodes of one type."""
 
-    Attributes:
-        item: the type in the file.
-        machine: the machine to rent; None if it is not in the list.
-    """
-
-    item: YamlItem
+    item: YamlItem  # the type in the file
     name: str
     low: int
     high: int
-    machine: _InstanceType | None = None
+    machine: _InstanceType | None = None  # the machine to rent; None if it is not in the list
     spot: bool = False
 
     @property
@@ -68,22 +63,15 @@ _BY_CHIP = ("v5litepod", "v6e")  # the number in their names counts chips; in ot
 
 @dataclass(frozen=True, kw_only=True)
 class _InstanceType:
-    """A machine, or a TPU slice of one or several hosts.
+    """A machine, or a TPU slice of one or several hosts."""
 
-    Attributes:
-        name: as the cloud writes it.
-        kind: kind of accelerator, as in trainwright.core.cluster; empty without one.
-        price: US dollars an hour on demand; None if it is not in the list.
-        hosts: number of hosts of a TPU slice; 1 for machines.
-    """
-
-    name: str
+    name: str  # as the cloud writes it
     cpus: int = 0
     memory_gib: float = 0.0
-    kind: str = ""
+    kind: str = ""  # kind of accelerator, as in trainwright.core.cluster; empty without one
     accelerators: int = 0
-    price: float | None = None
-    hosts: int = 1
+    price: float | None = None  # US dollars an hour on demand; None if it is not in the list
+    hosts: int = 1  # number of hosts of a TPU slice; 1 for machines
 
     @property
     def resource(self) -> str:

@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class YamlItem:
-    """One value of a YAML file.
-
-    Attributes:
-        line: number of its line, from 1; for the value of a key the line of the key.
-        path: such as `provider.region` or `setup_commands[0]`.
-        repeated: keys that a mapping has twice, with their lines.
-    """
+    """One value of a YAML file."""
 
     value: Any
     file: str
-    line: int
-    path: str
+    line: int  # number of its line, from 1; for the value of a key the line of the key
+    path: str  # such as `provider.region` or `setup_commands[0]`
     fields: dict[str, YamlItem] = field(default_factory=dict)
     entries: tuple[YamlItem, ...] = ()
-    repeated: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()  # keys that a mapping has twice, with their lines
 
     @property
     def where(self) -> str:

@@ -19,41 +19,24 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-        name: with its memory, such as `A100-80GB`.
-        memory_bytes: of one device.
-        flops_per_s: peak rate by precision (`fp32`, `tf32`, `fp16`, `bf16`).
-        memory_bytes_per_s: of the device's own memory.
-        sustained: share of the peak rate that its power limit allows in large matrix products, relative to an A100.
-        link_bytes_per_s: to the other devices of the node, one direction.
-        network_bytes_per_s: its share of the node's network, one direction, unless the cluster says otherwise.
-        host: time of its host for each operation and step, relative to the host of a GPU.
-        unsure: standard deviation of the logarithm of its speed, where that is assumed.
-        node: usual number of devices of a node.
-        price: US dollars an hour; None where there is no usual offer.
-        spot_price: the same for preemptible machines.
-        source: of the figures.
-        aliases: other names, such as Ray's `accelerator_type` or the driver's name.
-        resource: Ray's resource name.
-    """
-
-    name: str
-    memory_bytes: int
-    flops_per_s: Mapping[str, float] = field(hash=False)
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
+    name: str  # with its memory, such as `A100-80GB`
+    memory_bytes: int  # of one device
+    flops_per_s: Mapping[str, float] = field(hash=False)  # peak rate by precision (`fp32`, `tf32`, `fp16`, `bf16`)
+    memory_bytes_per_s: float  # of the device's own memory
+    link_bytes_per_s: float  # to the other devices of the node, one direction
+    network_bytes_per_s: float  # its share of the node's network, one direction, unless the cluster says otherwise
+    # share of the peak rate that its power limit allows in large matrix products, relative to an A100
     sustained: float = 1.0
-    host: float = 1.0
-    unsure: float = 0.0
-    node: int = 8
-    price: float | None = None
-    spot_price: float | None = None
-    source: str = ""
-    aliases: tuple[str, ...] = field(default=())
-    resource: str = "GPU"
+    host: float = 1.0  # time of its host for each operation and step, relative to the host of a GPU
+    unsure: float = 0.0  # standard deviation of the logarithm of its speed, where that is assumed
+    node: int = 8  # usual number of devices of a node
+    price: float | None = None  # US dollars an hour; None where there is no usual offer
+    spot_price: float | None = None  # the same for preemptible machines
+    source: str = ""  # of the figures
+    aliases: tuple[str, ...] = field(default=())  # other names, such as Ray's `accelerator_type` or the driver's name
+    resource: str = "GPU"  # Ray's resource name
 
     @property
     def apart(self) -> bool:
@@ -191,32 +174,19 @@ _CPU_MEMORY_BYTES = 4 * _GIB  # for each CPU of a described node
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine.
-
-    Attributes:
-        cpus: available to Ray.
-        memory_bytes: available to Ray.
-        accelerators: number of accelerators.
-        accelerator: their resource name in Ray (`GPU`, `TPU`) or empty.
-        head: Ray's resource of the first host of a TPU slice, if this is one.
-        kind: model of the accelerators, as in the table above or as Ray calls it.
-        network_bytes_per_s: of the whole machine, one direction; 0 for the accelerator's usual network.
-        region: of the provider, with slow links to other regions; empty where unknown.
-        preemptible: it may be taken back at any time (a spot instance).
-        coming: it does not run yet: the cluster starts it on demand.
-    """
+    """One machine."""
 
     name: str
-    cpus: float
-    memory_bytes: int
-    accelerators: int = 0
-    accelerator: str = ""
-    kind: str = ""
-    head: str = ""
-    network_bytes_per_s: float = 0.0
-    region: str = ""
-    preemptible: bool = False
-    coming: bool = False
+    cpus: float  # available to Ray
+    memory_bytes: int  # available to Ray
+    accelerators: int = 0  # number of accelerators
+    accelerator: str = ""  # their resource name in Ray (`GPU`, `TPU`) or empty
+    kind: str = ""  # model of the accelerators, as in the table above or as Ray calls it
+    head: str = ""  # Ray's resource of the first host of a TPU slice, if this is one
+    network_bytes_per_s: float = 0.0  # of the whole machine, one direction; 0 for the accelerator's usual network
+    region: str = ""  # of the provider, with slow links to other regions; empty where unknown
+    preemptible: bool = False  # it may be taken back at any time (a spot instance)
+    coming: bool = False  # it does not run yet: the cluster starts it on demand
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,17 +45,11 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of one data rank.
+    """One micro-batch of one data rank."""
 
-    Attributes:
-        columns: arrays whose first dimension is rows, by column name.
-        weights: (rows,) float64; 0 marks a real sample repeated to fill an empty share.
-        samples: (rows,) int64, the row number in the data set.
-    """
-
-    columns: Columns
-    weights: npt.NDArray[np.float64]
-    samples: npt.NDArray[np.int64]
+    columns: Columns  # arrays whose first dimension is rows, by column name
+    weights: npt.NDArray[np.float64]  # (rows,) float64; 0 marks a real sample repeated to fill an empty share
+    samples: npt.NDArray[np.int64]  # (rows,) int64, the row number in the data set
 
     @property
     def rows(self) -> int:
@@ -73,28 +67,20 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """The feed of one rank for one global step.
+    """The feed of one rank for one global step."""
 
-    Attributes:
-        step: index of the step, from 0: the number of steps completed before it.
-        parts: one tuple of micro-batches for each data rank of the actor, in the order of `data_ranks`.
-            Every data rank has the same number of micro-batches, none is empty.
-        data_ranks: the data ranks fed, of `total`.
-        total: number of data ranks.
-        rows: real samples in the global batch, over all data ranks.
-        wish: this rank asks to stop; that travels in the reduction that carries the weights.
-        following: the feed of the step after, which may have one too: where the plan's steps may begin before the one
-            before them ends, and these are sure to be asked for next; on all ranks or on none.
-        metrics: of the evaluation after `step` completed steps; None where there was none.
-    """
-
-    step: int
+    step: int  # index of the step, from 0: the number of steps completed before it
+    # one tuple of micro-batches for each data rank of the actor, in the order of `data_ranks`. Every data rank has
+    # the same number of micro-batches, none is empty.
     parts: tuple[tuple[Batch, ...], ...]
-    data_ranks: range
-    total: int
-    rows: int
-    wish: bool = False
+    data_ranks: range  # the data ranks fed, of `total`
+    total: int  # number of data ranks
+    rows: int  # real samples in the global batch, over all data ranks
+    wish: bool = False  # this rank asks to stop; that travels in the reduction that carries the weights
+    # the feed of the step after, which may have one too: where the plan's steps may begin before the one before them
+    # ends, and these are sure to be asked for next; on all ranks or on none
     following: Feed | None = None
+    # of the evaluation after `step` completed steps; None where there was none
     metrics: Mapping[str, float] | None = None
 
 
@@ -106,17 +92,12 @@ def zero_weight(feed: Feed) -> Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSums:
-    """Sums and counts by metric name; never means of means.
+    """Sums and counts by metric name; never means of means."""
 
-    Attributes:
-        totals: sum of weighted values and sum of weights.
-        states: pickled metrics with state, in the order of ranks; see `core.metric_states`.
-        awaited: rank 0 has callbacks, which are to get the metrics of all ranks.
-    """
-
-    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # sum of weighted values and sum of weights
+    # pickled metrics with state, in the order of ranks; see `core.metric_states`
     states: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
-    awaited: bool = False
+    awaited: bool = False  # rank 0 has callbacks, which are to get the metrics of all ranks
 
     def __add__(self, other: MetricSums) -> MetricSums:
         merged, states = dict(self.totals), dict(self.states)
@@ -134,68 +115,43 @@ class MetricSums:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The result of a step; the same on every rank of a collective.
+    """The result of a step; the same on every rank of a collective."""
 
-    Attributes:
-        step: completed steps, this one included.
-        loss: weighted mean over the global batch.
-        weight: sum of weights over the global batch.
-        learning_rate: of the first parameter group, as used.
-        gradient_norm: global norm before clipping; None when the job does not clip.
-        wish: some rank asked to stop.
-        overflowed: nothing was applied, because the gradient was too large for `fp16`.
-        finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
-        logged: sums of the values of `tw.log` over the global batch.
-        own_s: what this rank took before it waited for others; None where the engine cannot tell.
-        phases: seconds of a late step, this one or one shortly before, by phase (see `core.step_phases`); None where
-            none was measured.
-        scatter: of the gradients of such a step; None where none was sampled.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    learning_rate: float
-    gradient_norm: float | None = None
-    wish: bool = False
-    overflowed: bool = False
-    finished: bool = False
-    logged: MetricSums = field(default_factory=MetricSums)
+    step: int  # completed steps, this one included
+    loss: float  # weighted mean over the global batch
+    weight: float  # sum of weights over the global batch
+    learning_rate: float  # of the first parameter group, as used
+    gradient_norm: float | None = None  # global norm before clipping; None when the job does not clip
+    wish: bool = False  # some rank asked to stop
+    overflowed: bool = False  # nothing was applied, because the gradient was too large for `fp16`
+    finished: bool = False  # nothing is left to train, though steps may be left, as a callback of Keras' may decide
+    logged: MetricSums = field(default_factory=MetricSums)  # sums of the values of `tw.log` over the global batch
+    # what this rank took before it waited for others; None where the engine cannot tell
     own_s: float | None = field(default=None, compare=False)
+    # seconds of a late step, this one or one shortly before, by phase (see `core.step_phases`); None where none was
+    # measured
     phases: Mapping[str, float] | None = field(default=None, compare=False)
+    # of the gradients of such a step; None where none was sampled
     scatter: GradientScatter | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Where the next batch starts; saved with every checkpoint.
+    """Where the next batch starts; saved with every checkpoint."""
 
-    Attributes:
-        epoch: from 0.
-        position: samples of this epoch already consumed by committed steps.
-        lanes: number of canonical lanes of the index.
-        carry: state of packers and filters by lane; empty for one-to-one transforms.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    lanes: int = 1
-    carry: tuple[int, ...] = ()
+    epoch: int = 0  # from 0
+    position: int = 0  # samples of this epoch already consumed by committed steps
+    lanes: int = 1  # number of canonical lanes of the index
+    carry: tuple[int, ...] = ()  # state of packers and filters by lane; empty for one-to-one transforms
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchDepth:
-    """How far data is prefetched, as tuned so far.
+    """How far data is prefetched, as tuned so far."""
 
-    Attributes:
-        chunks: ready ahead, at most.
-        chunk_steps: steps that are read at once.
-        chunk_bytes: size of the largest chunk.
-    """
-
-    chunks: int
-    chunk_steps: int
-    chunk_bytes: int
+    chunks: int  # ready ahead, at most
+    chunk_steps: int  # steps that are read at once
+    chunk_bytes: int  # size of the largest chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,19 +209,12 @@ def noise_is_due(step: int, shares: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientScatter:
-    """A sample of gradient noise from one step, in any unit of gradients.
+    """A sample of gradient noise from one step, in any unit of gradients."""
 
-    Attributes:
-        samples: n, in all shares.
-        shares: k, of one sample or more each.
-        parts: sum over the shares of |s_i|^2 / n_i.
-        whole: |s|^2.
-    """
-
-    samples: float
-    shares: float
-    parts: float
-    whole: float
+    samples: float  # n, in all shares
+    shares: float  # k, of one sample or more each
+    parts: float  # sum over the shares of |s_i|^2 / n_i
+    whole: float  # |s|^2
 
     @property
     def known(self) -> bool:
@@ -281,18 +230,13 @@ class GradientScatter:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """The noise scale in samples, with a 95% confidence interval.
-
-    Attributes:
-        batch: global batch size, in samples, that it was measured at.
-        count: steps that were sampled.
-    """
+    """The noise scale in samples, with a 95% confidence interval."""
 
     scale: float
     low: float
     high: float
-    batch: float
-    count: int
+    batch: float  # global batch size, in samples, that it was measured at
+    count: int  # steps that were sampled
 
     @property
     def advice(self) -> str:

@@ -80,14 +80,10 @@ class Pad:
 
 @dataclass(frozen=True, kw_only=True)
 class Collation:
-    """How a micro-batch is padded or collated before its columns become tensors.
+    """How a micro-batch is padded or collated before its columns become tensors."""
 
-    Attributes:
-        pad: columns to pad, by name.
-        function: does all of it instead: the dict of columns -> a dict of arrays, or of the framework's tensors.
-    """
-
-    pad: Mapping[str, Pad] = field(default_factory=dict)
+    pad: Mapping[str, Pad] = field(default_factory=dict)  # columns to pad, by name
+    # does all of it instead: the dict of columns -> a dict of arrays, or of the framework's tensors
     function: _CollateFunction | None = None
 
     def __call__(self, batch: Batch) -> Mapping[str, Any]:
@@ -283,83 +279,62 @@ def _as_array(name: str, value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The part of a job that an engine needs; field names and meanings are the job's.
+    """The part of a job that an engine needs; field names and meanings are the job's."""
 
-    Attributes:
-        model: () -> the framework's model.
-        loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
-        optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`). One
-            whose parameter is called `named_parameters` gets (name, parameter) pairs. Several, by the names of the
-            modules that they train, make their updates in turn, as `step` yields their names and losses.
-        step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
-        weight: column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows.
-        inputs: column names given to the model, as positional arguments where there are no keywords.
-        keywords: the model's argument that each of `inputs` is given as; empty, or as many.
-        targets: column names given to loss and metrics (one value, or a tuple when several).
-        compile: `auto`, `eager`, `xla` or `inductor`.
-        collation: applied to each micro-batch before its columns become tensors.
-        sample_weight: column that the losses of each sample are multiplied by; empty for none.
-        class_weight: class -> what the losses of its samples are multiplied by in training; 1 for others.
-        metrics: name -> (outputs, targets) -> (samples,) or Terms; or what makes a metric with state.
-        schedule: (step, total_steps) -> factor on the optimizer's own learning rate, or one for each parameter group;
-            or, see `takes_optimizer`, (optimizer) -> scheduler of `torch.optim.lr_scheduler`.
-        schedule_by: when a scheduler counts on: after each `step` or `epoch`.
-        schedule_metric: metric of the evaluation set by which a scheduler counts on after each evaluation; empty for
-            none.
-        weight_average: average of the parameters that is evaluated and loaded in their place.
-        initial_weights: what the model's weights are loaded from; None where `model()` makes them.
-        weights: its opened files; None where a checkpoint brings all weights.
-        save_frozen: states hold parameters that are not trained; if not, `model()` makes the same ones everywhere.
-        clip_norm: largest global gradient norm; None does not clip.
-        guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
-        inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
-        batch_norm: `local` or `sync`: what batch norms of torch models look at in training.
-        local_state: names or patterns of buffers that each data rank keeps as its own.
-        tensor_plan: how tensor-parallel ranks divide modules, by name or pattern; empty finds it.
-        outputs: names of the outputs that `predict_step` gives; empty gives all.
-        sample: () -> a batch of one row, for a model that learns its shapes from data.
-        batch_size: rows of a global batch.
-        epochs: that the steps are of.
-        callbacks: () -> callbacks of Keras, for `run="fit"`; those of torch jobs are the worker's (`core.callbacks`).
-        validation: () -> feeds of an evaluation, from step 0 on, for `run="fit"`.
-        validation_epochs: epochs between two of them.
-    """
-
-    model: Callable[[], Any]
+    model: Callable[[], Any]  # () -> the framework's model
+    # (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`). One whose
+    # parameter is called `named_parameters` gets (name, parameter) pairs. Several, by the names of the modules that
+    # they train, make their updates in turn, as `step` yields their names and losses.
     optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     total_steps: int
+    # (outputs, targets) -> losses (samples,) or Terms; unused with `step`
     loss: Callable[[Any, Any], Any] | None = None
+    # (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors
     step: Callable[[Any, Any], Any] | None = None
+    # column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows
     weight: str | Callable[[Any], Any] | None = None
-    inputs: tuple[str, ...] = ()
-    keywords: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    sample_weight: str = ""
+    inputs: tuple[str, ...] = ()  # column names given to the model, as positional arguments where there are no keywords
+    keywords: tuple[str, ...] = ()  # the model's argument that each of `inputs` is given as; empty, or as many
+    targets: tuple[str, ...] = ()  # column names given to loss and metrics (one value, or a tuple when several)
+    sample_weight: str = ""  # column that the losses of each sample are multiplied by; empty for none
+    # class -> what the losses of its samples are multiplied by in training; 1 for others
     class_weight: Mapping[int, float] = field(default_factory=dict)
-    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
+    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"  # `auto`, `eager`, `xla` or `inductor`
+    # applied to each micro-batch before its columns become tensors
     collation: Collation = field(default_factory=Collation)
+    # name -> (outputs, targets) -> (samples,) or Terms; or what makes a metric with state
     metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # (step, total_steps) -> factor on the optimizer's own learning rate, or one for each parameter group; or, see
+    # `takes_optimizer`, (optimizer) -> scheduler of `torch.optim.lr_scheduler`
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
-    schedule_by: Literal["step", "epoch"] = "step"
+    schedule_by: Literal["step", "epoch"] = "step"  # when a scheduler counts on: after each `step` or `epoch`
+    # metric of the evaluation set by which a scheduler counts on after each evaluation; empty for none
     schedule_metric: str = ""
-    weight_average: WeightAverage | None = None
+    weight_average: WeightAverage | None = None  # average of the parameters that is evaluated and loaded in their place
+    # what the model's weights are loaded from; None where `model()` makes them
     initial_weights: InitialWeights | None = None
-    weights: WeightSource | None = None
+    weights: WeightSource | None = None  # its opened files; None where a checkpoint brings all weights
+    # states hold parameters that are not trained; if not, `model()` makes the same ones everywhere
     save_frozen: bool = True
-    clip_norm: float | None = None
+    clip_norm: float | None = None  # largest global gradient norm; None does not clip
+    # look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not
     guard: bool = False
     seed: int = 0
-    inexact: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()  # what the user accepts as not equal across layouts, such as `batch_norm`
+    # `local` or `sync`: what batch norms of torch models look at in training
     batch_norm: Literal["local", "sync"] = "local"
-    local_state: tuple[str, ...] = ()
+    local_state: tuple[str, ...] = ()  # names or patterns of buffers that each data rank keeps as its own
+    # how tensor-parallel ranks divide modules, by name or pattern; empty finds it
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
-    sample: Callable[[], Batch] | None = None
-    batch_size: int = 1
-    epochs: int = 1
+    outputs: tuple[str, ...] = ()  # names of the outputs that `predict_step` gives; empty gives all
+    sample: Callable[[], Batch] | None = None  # () -> a batch of one row, for a model that learns its shapes from data
+    batch_size: int = 1  # rows of a global batch
+    epochs: int = 1  # that the steps are of
+    # () -> callbacks of Keras, for `run="fit"`; those of torch jobs are the worker's (`core.callbacks`)
     callbacks: Callable[[], Sequence[Any]] | None = None
+    # () -> feeds of an evaluation, from step 0 on, for `run="fit"`
     validation: Callable[[], Iterable[Feed]] | None = None
-    validation_epochs: int = 1
+    validation_epochs: int = 1  # epochs between two of them
 
     def check(self, capabilities: Capabilities) -> None:
         """Raise JobError for options that these capabilities do not support. Engines call it in build."""
@@ -475,13 +450,9 @@ class StateSnapshot:
 
 
 class UpdatedMetric(Protocol):
-    """A metric with state in an evaluation, on one rank; see `core.metric_states`.
+    """A metric with state in an evaluation, on one rank; see `core.metric_states`."""
 
-    Attributes:
-        metric: the user's object.
-    """
-
-    metric: Any
+    metric: Any  # the user's object
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Add the rows of a micro-batch that have weight."""
@@ -636,19 +607,12 @@ class CheckpointFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRef:
-    """A checkpoint as the run log names it.
+    """A checkpoint as the run log names it."""
 
-    Attributes:
-        step: completed steps it holds.
-        path: its folder within the run, `checkpoints/00001200-<token>`.
-        manifest_sha256: of its MANIFEST.json.
-        parent: path of the checkpoint before it; empty for the first.
-    """
-
-    step: int
-    path: str
-    manifest_sha256: str
-    parent: str = ""
+    step: int  # completed steps it holds
+    path: str  # its folder within the run, `checkpoints/00001200-<token>`
+    manifest_sha256: str  # of its MANIFEST.json
+    parent: str = ""  # path of the checkpoint before it; empty for the first
 
 
 CheckpointChoice = int | Literal["best"] | None

@@ -146,15 +146,10 @@ class MissingFramework(UserCodeError):
 
 
 class NonFiniteLoss(TrainwrightError):
-    """The loss became NaN or infinite; nothing of that step was applied.
+    """The loss became NaN or infinite; nothing of that step was applied."""
 
-    Attributes:
-        samples: row numbers where it happened, as far as this rank knows.
-        elsewhere: another rank knows them, whose error counts.
-    """
-
-    samples: tuple[int, ...] = ()
-    elsewhere: bool = False
+    samples: tuple[int, ...] = ()  # row numbers where it happened, as far as this rank knows
+    elsewhere: bool = False  # another rank knows them, whose error counts
 
 
 class PeerLost(TrainwrightError):

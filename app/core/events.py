@@ -180,19 +180,15 @@ class Replanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Event):
-    """Plans were measured before the first step; the fastest one is used.
+    """Plans were measured before the first step; the fastest one is used."""
 
-    Attributes:
-        plan, name: facts of the quickest, and its name.
-        rows: of each, the quickest first: name, predicted_s, refitted_s (by the calibration with what was measured),
-            measured_s (of a step; None where it could not be), note.
-        seconds: that it took.
-    """
-
+    # plan, name: facts of the quickest, and its name
     plan: dict[str, Any] = field(default_factory=dict)
     name: str = ""
+    # of each, the quickest first: name, predicted_s, refitted_s (by the calibration with what was measured),
+    # measured_s (of a step; None where it could not be), note
     rows: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # that it took
 
     @property
     def text(self) -> str:
@@ -276,22 +272,16 @@ class Prefetched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Event):
-    """Median times of the last `steps` timed steps up to `step`, and their gradient noise.
-
-    Attributes:
-        workers: the world size that it was measured with.
-        phases: seconds by phase of the rank that the others wait for; see `core.phases`.
-        data_s: that it waited for data.
-        sampled: steps whose gradients were looked at for their noise.
-        noise: the noise scale, fields of `core.noise.Noise`; empty while it cannot be trusted.
-    """
+    """Median times of the last `steps` timed steps up to `step`, and their gradient noise."""
 
     step: int = 0
     steps: int = 0
-    workers: int = 0
+    workers: int = 0  # the world size that it was measured with
+    # seconds by phase of the rank that the others wait for; see `core.phases`
     phases: dict[str, float] = field(default_factory=dict)
-    data_s: float = 0.0
-    sampled: int = 0
+    data_s: float = 0.0  # that it waited for data
+    sampled: int = 0  # steps whose gradients were looked at for their noise
+    # the noise scale, fields of `core.noise.Noise`; empty while it cannot be trusted
     noise: dict[str, float] = field(default_factory=dict)
 
 
@@ -415,19 +405,13 @@ class Judged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The driver released the run.
+    """The driver released the run."""
 
-    Attributes:
-        outcome: `done`, `stopped` or `failed`.
-        reason: why a run that is done ended before its last step; empty if it did not.
-        best: the best evaluation whose checkpoint is kept, in words; empty without `best=`.
-    """
-
-    outcome: str = ""
+    outcome: str = ""  # `done`, `stopped` or `failed`
     step: int = 0
     error: str = ""
-    reason: str = ""
-    best: str = ""
+    reason: str = ""  # why a run that is done ended before its last step; empty if it did not
+    best: str = ""  # the best evaluation whose checkpoint is kept, in words; empty without `best=`
 
 
 def from_json(line: str) -> Event:

@@ -56,20 +56,13 @@ class InitialWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is in the files.
+    """Where a tensor is in the files."""
 
-    Attributes:
-        file: its name.
-        dtype: as safetensors names it, such as `BF16`.
-        start: first byte in the file.
-        size_bytes: of all of it.
-    """
-
-    file: str
-    dtype: str
+    file: str  # its name
+    dtype: str  # as safetensors names it, such as `BF16`
     shape: tuple[int, ...]
-    start: int
-    size_bytes: int
+    start: int  # first byte in the file
+    size_bytes: int  # of all of it
 
 
 class WeightSource(Protocol):

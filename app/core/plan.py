@@ -62,25 +62,16 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
-    """Resources of one worker actor.
+    """Resources of one worker actor."""
 
-    Attributes:
-        cpus: CPUs reserved from Ray for each worker; a fraction is allowed, so that Ray Data is never starved.
-        accelerators: accelerators reserved for each worker (0 on CPU).
-        accelerator: name of Ray's resource, such as `GPU` or `TPU`; empty on CPU.
-        threads: CPU threads each worker computes with.
-        head: Ray's resource of the first host of a TPU slice, such as `TPU-v4-16-head`, which the first worker takes.
-        data_cpus: CPUs of the cluster left for Ray Data.
-        server_cpus: CPUs reserved for each server, of a share that no worker has; it takes no accelerator.
-    """
-
-    cpus: float
-    accelerators: int = 0
-    accelerator: str = ""
-    threads: int = 1
+    cpus: float  # CPUs reserved from Ray for each worker; a fraction is allowed, so that Ray Data is never starved
+    accelerators: int = 0  # accelerators reserved for each worker (0 on CPU)
+    accelerator: str = ""  # name of Ray's resource, such as `GPU` or `TPU`; empty on CPU
+    threads: int = 1  # CPU threads each worker computes with
+    # Ray's resource of the first host of a TPU slice, such as `TPU-v4-16-head`, which the first worker takes
     head: str = ""
-    data_cpus: float = 1.0
-    server_cpus: float = 0.1
+    data_cpus: float = 1.0  # CPUs of the cluster left for Ray Data
+    server_cpus: float = 0.1  # CPUs reserved for each server, of a share that no worker has; it takes no accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,21 +292,13 @@ SUMMED_BY: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InfeasiblePlan:
-    """A plan or strategy that is not possible: why, and what would make it possible.
+    """A plan or strategy that is not possible: why, and what would make it possible."""
 
-    Attributes:
-        strategy: name of the strategy.
-        reason: why it is not possible.
-        hint: what would make it possible.
-        plan: the impossible plan, if there is one.
-        missing_bytes: memory missing on its fullest stage; 0 for other reasons.
-    """
-
-    strategy: str
-    reason: str
-    hint: str
-    plan: Plan | None = None
-    missing_bytes: int = 0
+    strategy: str  # name of the strategy
+    reason: str  # why it is not possible
+    hint: str  # what would make it possible
+    plan: Plan | None = None  # the impossible plan, if there is one
+    missing_bytes: int = 0  # memory missing on its fullest stage; 0 for other reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,19 +449,12 @@ def _format_plan(plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConstraints:
-    """The parts of a plan that a job pins.
+    """The parts of a plan that a job pins."""
 
-    Attributes:
-        text: of its `plan=`.
-        fields: of its other fields, by their names.
-        mesh: degrees; where one is given, those that are left out are 1. None where none is given.
-        choices: all else, by the names of `Plan.parse`.
-    """
-
-    text: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None
-    choices: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""  # of its `plan=`
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of its other fields, by their names
+    mesh: Mesh | None = None  # degrees; where one is given, those that are left out are 1. None where none is given.
+    choices: Mapping[str, Any] = field(default_factory=dict)  # all else, by the names of `Plan.parse`
 
     @classmethod
     def parse(cls, text: str) -> PlanConstraints:

@@ -22,13 +22,9 @@ _ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$|tuple\[|dict\[")  #
 
 
 class StrictModel(BaseModel):
-    """Base of frozen models that users fill in. Raises JobError.
+    """Base of frozen models that users fill in. Raises JobError."""
 
-    Attributes:
-        error_name: name in errors; by default the name of the class.
-    """
-
-    error_name: ClassVar[str] = ""
+    error_name: ClassVar[str] = ""  # name in errors; by default the name of the class
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
 

@@ -35,36 +35,24 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. The core decides by capabilities, never by a strategy's name.
+    """What an engine can do. The core decides by capabilities, never by a strategy's name."""
 
-    Attributes:
-        reform: whether a new generation forms in the surviving processes or in new ones.
-        topology: `collective`: every rank steps together; `coordinator`: rank 0 leads the others;
-            `independent`: ranks step alone, against servers or between outer steps.
-        tolerates: roles that may die or join without a new generation.
-        devices_per_worker: devices one actor drives; None means all of its node.
-        static_shapes: every micro-batch must have the same number of rows.
-        xla: it can compile steps by XLA.
-        inductor: it can compile models by `torch.compile`.
-        local_state: data ranks can keep buffers of their own.
-        synchronized_batch_norm: batch norms can look at the whole batch.
-        torch_training: it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each
-            parameter group, averages of weights, and callbacks of rank 0.
-        custom_steps: a step may have several optimizers, or one that takes a closure.
-        decodes: it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`.
-    """
-
-    reform: RestartMode = "in_place"
+    reform: RestartMode = "in_place"  # whether a new generation forms in the surviving processes or in new ones
+    # `collective`: every rank steps together; `coordinator`: rank 0 leads the others; `independent`: ranks step
+    # alone, against servers or between outer steps
     topology: Topology = "collective"
-    tolerates: frozenset[Role] = frozenset()
-    devices_per_worker: int | None = 1
-    static_shapes: bool = False
-    xla: bool = False
-    inductor: bool = False
-    local_state: bool = False
-    synchronized_batch_norm: bool = False
+    tolerates: frozenset[Role] = frozenset()  # roles that may die or join without a new generation
+    devices_per_worker: int | None = 1  # devices one actor drives; None means all of its node
+    static_shapes: bool = False  # every micro-batch must have the same number of rows
+    xla: bool = False  # it can compile steps by XLA
+    inductor: bool = False  # it can compile models by `torch.compile`
+    local_state: bool = False  # data ranks can keep buffers of their own
+    synchronized_batch_norm: bool = False  # batch norms can look at the whole batch
+    # it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each parameter group,
+    # averages of weights, and callbacks of rank 0
     torch_training: bool = False
-    custom_steps: bool = False
+    custom_steps: bool = False  # a step may have several optimizers, or one that takes a closure
+    # it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`
     decodes: bool = False
 
 
@@ -88,28 +76,19 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The members of a rendezvous epoch, as one of them gets them.
-
-    Attributes:
-        rank: the receiver's own rank; `peers[rank]` is itself.
-        peers: all members in rank order.
-        key: random key of this epoch, by which members authenticate each other. Empty only for a single rank.
-        devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
-        slot: the receiver's worker slot, for its whole life.
-        accelerators: their ids on the node; a process that Ray did not assign them must make them visible itself.
-        threads: CPU threads of the receiver; 0 leaves the process as it is, where it also serves others.
-        deadline_s: seconds within which the group must have formed and any collective must end.
-    """
+    """The members of a rendezvous epoch, as one of them gets them."""
 
     generation: Generation
-    rank: int
-    peers: tuple[Peer, ...]
+    rank: int  # the receiver's own rank; `peers[rank]` is itself
+    peers: tuple[Peer, ...]  # all members in rank order
+    # random key of this epoch, by which members authenticate each other. Empty only for a single rank.
     key: bytes = field(default=b"", repr=False)
-    devices: tuple[str, ...] = ("cpu",)
-    slot: int = 0
+    devices: tuple[str, ...] = ("cpu",)  # the receiver's devices, such as `("cpu",)` or `("cuda:0",)`
+    slot: int = 0  # the receiver's worker slot, for its whole life
+    # their ids on the node; a process that Ray did not assign them must make them visible itself
     accelerators: tuple[str, ...] = ()
-    threads: int = 1
-    deadline_s: float = 60.0
+    threads: int = 1  # CPU threads of the receiver; 0 leaves the process as it is, where it also serves others
+    deadline_s: float = 60.0  # seconds within which the group must have formed and any collective must end
 
     @property
     def size(self) -> int:
@@ -119,23 +98,16 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class StateTag:
-    """The state that a rank holds.
+    """The state that a rank holds."""
 
-    Attributes:
-        step: number of completed steps; None for a state that was built and never trained or loaded.
-        layout: name of the partition of the state, such as `replicated`; pieces of different layouts do not mix.
-        pieces: names of the pieces held.
-        total: number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
-        sound: not interrupted inside the optimizer.
-        report: of the last step that this process took, where the job has callbacks.
-    """
-
-    step: int | None
+    step: int | None  # number of completed steps; None for a state that was built and never trained or loaded
+    # name of the partition of the state, such as `replicated`; pieces of different layouts do not mix
     layout: str = "replicated"
-    pieces: frozenset[str] = frozenset({"state"})
+    pieces: frozenset[str] = frozenset({"state"})  # names of the pieces held
+    # number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
     total: int = 1
-    sound: bool = True
-    report: StepReport | None = None
+    sound: bool = True  # not interrupted inside the optimizer
+    report: StepReport | None = None  # of the last step that this process took, where the job has callbacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +142,17 @@ class Consistency:
     `sync` and `ssp` apply one update of all units a step, in the order of steps (bounded delay: Li et al., OSDI 2014):
     a unit of step t starts from parameters with the updates of all steps before t - bound. `ssp(0)` is `sync`, which
     equals one device. `async` applies each unit when it arrives, or the mean of the next `pushes` units.
-
-    Attributes:
-        bound: most steps whose updates a unit's parameters may miss; None for any number (`async`).
-        backup: number of slowest shares of a step that are dropped; their samples are used in a later step (Chen et
-            al., 2016). Only for `sync`.
-        scaled: the learning rate of an update is divided by its staleness, where that is more than 1 (Zhang et al.,
-            IJCAI 2016). Only for `async`.
-        pushes: number of pushes that make an update, whoever they come from (K-batch-async: Dutta et al., AISTATS
-            2018). Only for `async`, and not with `scaled`.
     """
 
-    bound: int | None = 0
+    bound: int | None = 0  # most steps whose updates a unit's parameters may miss; None for any number (`async`)
+    # number of slowest shares of a step that are dropped; their samples are used in a later step (Chen et al., 2016).
+    # Only for `sync`.
     backup: int = 0
+    # the learning rate of an update is divided by its staleness, where that is more than 1 (Zhang et al., IJCAI
+    # 2016). Only for `async`.
     scaled: bool = False
+    # number of pushes that make an update, whoever they come from (K-batch-async: Dutta et al., AISTATS 2018). Only
+    # for `async`, and not with `scaled`.
     pushes: int = 1
 
     @classmethod
@@ -222,15 +191,11 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """The compression of pushes; numbers that `topk` leaves out are added to the next push.
+    """The compression of pushes; numbers that `topk` leaves out are added to the next push."""
 
-    Attributes:
-        kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
-        share: of the numbers that `topk` sends: the largest, with their indices.
-    """
-
+    # `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`
     kind: Literal["full", "fp16", "bf16", "int8", "topk"] = "full"
-    share: float = 1.0
+    share: float = 1.0  # of the numbers that `topk` sends: the largest, with their indices
 
     @classmethod
     def parse(cls, text: str) -> GradientCompression:
@@ -259,14 +224,10 @@ class OuterOptimizer:
 
     With rate 1 and without momentum the parameters become the workers' mean (local SGD: Stich, ICLR 2019); DiLoCo
     (Douillard et al., 2023) takes it as a gradient for Nesterov's method, with rate 0.7 and momentum 0.9.
-
-    Attributes:
-        rate: by which the mean is scaled.
-        momentum: of Nesterov's method; 0 for none.
     """
 
-    rate: float = 1.0
-    momentum: float = 0.0
+    rate: float = 1.0  # by which the mean is scaled
+    momentum: float = 0.0  # of Nesterov's method; 0 for none
 
     @classmethod
     def parse(cls, text: str) -> OuterOptimizer:
@@ -287,33 +248,22 @@ class WorkUnit(NamedTuple):
     """A unit of work: a data rank's share of one step, or of several consecutive steps.
 
     A tuple, since lease tables compare and look up several for each completed one.
-
-    Attributes:
-        step: the first, from 0.
-        share: data rank of the samples.
-        steps: number of steps; more than one for local steps, of which only the difference is pushed.
     """
 
-    step: int
-    share: int
-    steps: int = 1
+    step: int  # the first, from 0
+    share: int  # data rank of the samples
+    steps: int = 1  # number of steps; more than one for local steps, of which only the difference is pushed
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessCounts:
-    """The age of the parameters that pushes were computed on, over a part of a run.
+    """The age of the parameters that pushes were computed on, over a part of a run."""
 
-    Attributes:
-        counts: applied pushes by staleness.
-        unit: of the staleness: updates applied in between (`async`), or steps (`sync`, `ssp`).
-        dropped: pushes that were not applied because another worker pushed the same unit first.
-        again: units that were leased again because their worker was lost or too slow.
-    """
-
-    counts: Mapping[int, int] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)  # applied pushes by staleness
+    # of the staleness: updates applied in between (`async`), or steps (`sync`, `ssp`)
     unit: Literal["updates", "steps"] = "updates"
-    dropped: int = 0
-    again: int = 0
+    dropped: int = 0  # pushes that were not applied because another worker pushed the same unit first
+    again: int = 0  # units that were leased again because their worker was lost or too slow
 
     def __add__(self, other: StalenessCounts) -> StalenessCounts:
         counts = dict(self.counts)

@@ -165,16 +165,11 @@ class _FindingGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings about a machine, a cluster or a file; prints as a table.
-
-    Attributes:
-        findings: in order of the checks.
-        notes: what was not checked, and how to check it.
-    """
+    """All findings about a machine, a cluster or a file; prints as a table."""
 
     subject: str
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...]  # in order of the checks
+    notes: tuple[str, ...] = ()  # what was not checked, and how to check it
 
     @property
     def verdict(self) -> Severity:

@@ -49,16 +49,11 @@ from trainwright.strategies.common.socket_transport import LOOPBACK, own_host
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What to probe.
+    """What to probe."""
 
-    Attributes:
-        storage: absolute URI of a storage; empty for none.
-        imports: whether to import Ray and the frameworks, which takes some seconds.
-    """
-
-    storage: str = ""
+    storage: str = ""  # absolute URI of a storage; empty for none
     data_paths: tuple[str, ...] = ()
-    imports: bool = True
+    imports: bool = True  # whether to import Ray and the frameworks, which takes some seconds
     deadline_s: float = 60.0
 
 

@@ -11,65 +11,42 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Python and packages.
-
-    Attributes:
-        needs_python: required version, such as `>=3.11`.
-        packages: installed versions by name; empty text for a package that is not installed.
-        needs: required versions by name, from the metadata of the installed trainwright.
-        imports: import errors by package; empty text if the import works.
-        torch_cuda: CUDA version of the installed torch; empty without torch or CUDA.
-        cuda_works: whether torch can use a GPU; None if not tried.
-        settings: environment variables that matter, without secrets.
-        token: whether Ray finds an authentication token.
-    """
+    """Python and packages."""
 
     python: str
-    needs_python: str
-    packages: Mapping[str, str]
-    needs: Mapping[str, str]
-    imports: Mapping[str, str] = field(default_factory=dict)
-    torch_cuda: str = ""
-    cuda_works: bool | None = None
+    needs_python: str  # required version, such as `>=3.11`
+    packages: Mapping[str, str]  # installed versions by name; empty text for a package that is not installed
+    needs: Mapping[str, str]  # required versions by name, from the metadata of the installed trainwright
+    imports: Mapping[str, str] = field(default_factory=dict)  # import errors by package; empty text if the import works
+    torch_cuda: str = ""  # CUDA version of the installed torch; empty without torch or CUDA
+    cuda_works: bool | None = None  # whether torch can use a GPU; None if not tried
     digest: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    token: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)  # environment variables that matter, without secrets
+    token: bool = False  # whether Ray finds an authentication token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU, as its driver reports it; None for values that the driver does not report.
-
-    Attributes:
-        ecc_errors: uncorrected memory errors since the driver was loaded.
-        throttled: why the clock is throttled: heat or power.
-        processes: number of processes that compute on it.
-    """
+    """One GPU, as its driver reports it; None for values that the driver does not report."""
 
     index: int
     kind: str
     driver: str
     memory_bytes: int
     used_bytes: int
-    ecc_errors: int | None = None
-    throttled: tuple[str, ...] = ()
-    processes: int = 0
+    ecc_errors: int | None = None  # uncorrected memory errors since the driver was loaded
+    throttled: tuple[str, ...] = ()  # why the clock is throttled: heat or power
+    processes: int = 0  # number of processes that compute on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerators:
-    """GPUs and TPUs.
-
-    Attributes:
-        fault: why nvidia-smi failed on a machine with GPUs.
-        gpu_files: /dev/nvidia0 and so on.
-        tpu_files: /dev/accel0 and so on, or VFIO groups.
-    """
+    """GPUs and TPUs."""
 
     devices: tuple[Device, ...] = ()
-    fault: str = ""
-    gpu_files: int = 0
-    tpu_files: int = 0
+    fault: str = ""  # why nvidia-smi failed on a machine with GPUs
+    gpu_files: int = 0  # /dev/nvidia0 and so on
+    tpu_files: int = 0  # /dev/accel0 and so on, or VFIO groups
     libtpu: str = ""
 
 
@@ -84,25 +61,16 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Name, addresses and ports of the machine.
-
-    Attributes:
-        address: address that trainwright gives to other nodes.
-        ray_address: address that Ray uses; empty if Ray does not run.
-        resolves: addresses of the host name on this machine.
-        refused: errors of binding a port, by address.
-        ports: first and last of the kernel's ephemeral ports; None if unknown.
-        busy: ports of `ray start --head` on which a process listens.
-    """
+    """Name, addresses and ports of the machine."""
 
     host: str
-    address: str
-    ray_address: str = ""
-    resolves: tuple[str, ...] = ()
+    address: str  # address that trainwright gives to other nodes
+    ray_address: str = ""  # address that Ray uses; empty if Ray does not run
+    resolves: tuple[str, ...] = ()  # addresses of the host name on this machine
     interfaces: tuple[Interface, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    ports: tuple[int, int] | None = None
-    busy: tuple[int, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # errors of binding a port, by address
+    ports: tuple[int, int] | None = None  # first and last of the kernel's ephemeral ports; None if unknown
+    busy: tuple[int, ...] = ()  # ports of `ray start --head` on which a process listens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +89,15 @@ class DiskSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class HostResources:
-    """Memory, disk and limits.
-
-    Attributes:
-        cpus_allowed: limit of affinity and control group.
-        memory_allowed_bytes: limit of the control group; the machine's memory if there is no limit.
-        ray_cpus, ray_memory_bytes, ray_gpus: resources that Ray counts; None if Ray does not run.
-        open_files: soft and hard limit.
-        disks: by use: `shared memory`, `Ray's folder`, `/tmp`.
-    """
+    """Memory, disk and limits."""
 
     cpus: int
-    cpus_allowed: float
+    cpus_allowed: float  # limit of affinity and control group
     memory_bytes: int
-    memory_allowed_bytes: int
-    open_files: tuple[int, int]
-    disks: Mapping[str, DiskSpace]
+    memory_allowed_bytes: int  # limit of the control group; the machine's memory if there is no limit
+    open_files: tuple[int, int]  # soft and hard limit
+    disks: Mapping[str, DiskSpace]  # by use: `shared memory`, `Ray's folder`, `/tmp`
+    # ray_cpus, ray_memory_bytes, ray_gpus: resources that Ray counts; None if Ray does not run
     ray_cpus: float | None = None
     ray_memory_bytes: int | None = None
     ray_gpus: float | None = None
@@ -144,31 +105,21 @@ class HostResources:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """The wall clock.
+    """The wall clock."""
 
-    Attributes:
-        time_s: seconds since the epoch.
-        synchronized: whether the kernel reports that it is synchronized, as by NTP; None if unknown.
-        installed_s: when trainwright's newest file was written; a correct clock shows a later time.
-    """
-
-    time_s: float
-    synchronized: bool | None
-    installed_s: float
+    time_s: float  # seconds since the epoch
+    synchronized: bool | None  # whether the kernel reports that it is synchronized, as by NTP; None if unknown
+    installed_s: float  # when trainwright's newest file was written; a correct clock shows a later time
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageResult:
-    """Result of writing, reading and deleting a file in a storage.
-
-    Attributes:
-        creates_once: whether the second create-only write of a path was refused and the first was read back.
-    """
+    """Result of writing, reading and deleting a file in a storage."""
 
     uri: str
     fault: str = ""
     remedy: str = ""
-    creates_once: bool = True
+    creates_once: bool = True  # whether the second create-only write of a path was refused and the first was read back
     write_s: float = 0.0
     read_s: float = 0.0
     delete_s: float = 0.0
@@ -197,20 +148,14 @@ class MachineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement:
-    """What one node measured of its connection to another.
+    """What one node measured of its connection to another."""
 
-    Attributes:
-        source, target: the node that measured, and the one that answered.
-        fault: why the target was not reached; empty if it was.
-        delay_s: shortest round trip.
-        bytes_per_s: rate from target to source, on one TCP connection.
-    """
-
+    # source, target: the node that measured, and the one that answered
     source: str
     target: str
-    fault: str = ""
-    delay_s: float = 0.0
-    bytes_per_s: float = 0.0
+    fault: str = ""  # why the target was not reached; empty if it was
+    delay_s: float = 0.0  # shortest round trip
+    bytes_per_s: float = 0.0  # rate from target to source, on one TCP connection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,17 +168,13 @@ class UnreachableNode:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """Facts of all nodes of a cluster.
+    """Facts of all nodes of a cluster."""
 
-    Attributes:
-        machines, unreachable: by name of the node.
-        links: measured connections, in both directions.
-        seen: nodes whose test files in the storage each node saw, by name; empty if not tried.
-        probed_s: wall-clock time of the asking machine before and after the nodes were probed, seconds since the epoch.
-    """
-
+    # machines, unreachable: by name of the node
     machines: Mapping[str, MachineFacts]
     unreachable: Mapping[str, UnreachableNode] = field(default_factory=dict)
-    links: tuple[LinkMeasurement, ...] = ()
+    links: tuple[LinkMeasurement, ...] = ()  # measured connections, in both directions
+    # nodes whose test files in the storage each node saw, by name; empty if not tried
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # wall-clock time of the asking machine before and after the nodes were probed, seconds since the epoch
     probed_s: tuple[float, float] | None = None

@@ -356,13 +356,9 @@ def _scorecard(search: Search, jobs: SearchJobs, setting: str, verbose: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A metric over the seeds.
+    """A metric over the seeds."""
 
-    Attributes:
-        values: one for each seed.
-    """
-
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # one for each seed
 
     @property
     def mean(self) -> float:
@@ -381,19 +377,12 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A temperature and a share of the hard loss, or the student alone, with its score.
+    """A temperature and a share of the hard loss, or the student alone, with its score."""
 
-    Attributes:
-        name: the name of its runs, without the seed.
-        temperature: None in regression, and for the student alone.
-        alpha: None for the student alone.
-        validation: the metric after the last step, for each seed that was trained.
-    """
-
-    name: str
-    temperature: float | None = None
-    alpha: float | None = None
-    validation: Score = Score()
+    name: str  # the name of its runs, without the seed
+    temperature: float | None = None  # None in regression, and for the student alone
+    alpha: float | None = None  # None for the student alone
+    validation: Score = Score()  # the metric after the last step, for each seed that was trained
 
     @property
     def text(self) -> str:
@@ -406,33 +395,19 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SearchResult:
-    """What a search found. Prints as a table.
+    """What a search found. Prints as a table."""
 
-    Attributes:
-        name: of the search.
-        metric: by which settings are compared.
-        mode: whether more or less of it is better.
-        seeds: of the student alone, and of each setting that was trained with all seeds.
-        settings: all, in the order in which they were given.
-        alone: the student without teachers, on the same rows.
-        chosen: name of the setting that is best on the validation set.
-        test: score of the chosen setting's students on the test set.
-        test_alone: the same of the students without teachers.
-        scorecard: the student of the chosen setting and the first seed beside its teachers, on the test set.
-        uri: of the search's folder.
-    """
-
-    name: str
-    metric: str
-    mode: Literal["max", "min"]
-    seeds: tuple[int, ...]
-    settings: tuple[Setting, ...]
-    alone: Setting
-    chosen: str
-    test: Score
-    test_alone: Score
-    scorecard: Scorecard
-    uri: str
+    name: str  # of the search
+    metric: str  # by which settings are compared
+    mode: Literal["max", "min"]  # whether more or less of it is better
+    seeds: tuple[int, ...]  # of the student alone, and of each setting that was trained with all seeds
+    settings: tuple[Setting, ...]  # all, in the order in which they were given
+    alone: Setting  # the student without teachers, on the same rows
+    chosen: str  # name of the setting that is best on the validation set
+    test: Score  # score of the chosen setting's students on the test set
+    test_alone: Score  # the same of the students without teachers
+    scorecard: Scorecard  # the student of the chosen setting and the first seed beside its teachers, on the test set
+    uri: str  # of the search's folder
 
     @property
     def best(self) -> Setting:

@@ -29,13 +29,9 @@ _AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder beg
 
 
 class MultiStage(StrictModel, ABC):
-    """Stages that `tw.distill` trains one after the other.
+    """Stages that `tw.distill` trains one after the other."""
 
-    Attributes:
-        distillation: of the last stage, or of all stages with teachers.
-    """
-
-    distillation: Distillation
+    distillation: Distillation  # of the last stage, or of all stages with teachers
 
     @property
     @abstractmethod

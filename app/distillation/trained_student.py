@@ -24,15 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Student:
-    """One student of a run, alone.
+    """One student of a run, alone."""
 
-    Attributes:
-        name: of the student.
-        job: the job as if the student had been trained without teachers and other students, with the checkpoints of
-            the run that trained it: for `tw.generate`, `tw.Teacher(job=...)` and other calls that take a job.
-    """
-
-    name: str
+    name: str  # of the student
+    # the job as if the student had been trained without teachers and other students, with the checkpoints of the run
+    # that trained it: for `tw.generate`, `tw.Teacher(job=...)` and other calls that take a job
     job: Job
 
     def load_model(self, *, step: CheckpointChoice = None) -> Any:

@@ -71,25 +71,16 @@ _MAX_HANG_DEADLINE_S = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMember:
-    """The process that holds a rank.
-
-    Attributes:
-        slot: its worker slot.
-        home: Ray's id of the node.
-        told: whether it knows its rank.
-        fresh: whether its first rendezvous is still incomplete.
-        pieces: pieces of the state that it held after the last rendezvous.
-        part: number of the replica's part that these pieces are; -1 for none.
-    """
+    """The process that holds a rank."""
 
     worker: int
-    slot: int
+    slot: int  # its worker slot
     node: str = ""
-    home: str = ""
-    told: bool = False
-    fresh: bool = True
-    pieces: frozenset[str] = frozenset()
-    part: int = -1
+    home: str = ""  # Ray's id of the node
+    told: bool = False  # whether it knows its rank
+    fresh: bool = True  # whether its first rendezvous is still incomplete
+    pieces: frozenset[str] = frozenset()  # pieces of the state that it held after the last rendezvous
+    part: int = -1  # number of the replica's part that these pieces are; -1 for none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,40 +98,31 @@ class StandbyWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointUpload:
-    """The checkpoint that is being uploaded; there is one at most.
-
-    Attributes:
-        owing: workers whose files are missing; answers of another `generation` belong to an abandoned upload.
-        trouble: why it will not become a checkpoint.
-        committing: whether all files are stored and the run log is being written.
-    """
+    """The checkpoint that is being uploaded; there is one at most."""
 
     step: int
     path: str
+    # workers whose files are missing; answers of another `generation` belong to an abandoned upload
     owing: PersistentSet
     generation: Generation
     files: tuple[CheckpointFile, ...] = ()
     size_bytes: int = 0
     blocked_s: float = 0.0
     started_s: float = 0.0
-    trouble: Exception | None = None
-    committing: bool = False
+    trouble: Exception | None = None  # why it will not become a checkpoint
+    committing: bool = False  # whether all files are stored and the run log is being written
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCopy:
-    """The in-memory checkpoint under way.
-
-    Attributes:
-        owing: workers whose answer is missing. The next copy starts when there are none, so that each answer belongs
-            to this copy.
-        spoiled: whether files are lost.
-    """
+    """The in-memory checkpoint under way."""
 
     version: int
     step: int
+    # workers whose answer is missing. The next copy starts when there are none, so that each answer belongs to this
+    # copy.
     owing: PersistentSet
-    spoiled: bool = False
+    spoiled: bool = False  # whether files are lost
     files: tuple[NodeMemoryFile, ...] = ()
     size_bytes: int = 0
     blocked_s: float = 0.0
@@ -165,23 +147,15 @@ PendingStage = Literal["start", "hold", "reserve", "form", "heal", "run", "evalu
 
 @dataclass(frozen=True, kw_only=True)
 class PendingMember:
-    """A dynamic member that the others do not wait for (see `DynamicMembers.apart`).
+    """A dynamic member that the others do not wait for (see `DynamicMembers.apart`)."""
 
-    Attributes:
-        doing: `start` (it was placed), `hold` (it is up and waits until `until_s`), or the verb that it was called for.
-        until_s: deadline; when it joins, for `hold`.
-        since_s: when a process was wanted for its rank.
-        former: worker that held its rank before; -1 for none.
-        tries: failed attempts to join, of this process and of those before it.
-        blame: the peer that it lost, as long as the end of another process may explain that.
-    """
-
+    # `start` (it was placed), `hold` (it is up and waits until `until_s`), or the verb that it was called for
     doing: PendingStage
-    until_s: float
-    since_s: float
-    former: int = -1
-    tries: int = 0
-    blame: FailureCause | None = None
+    until_s: float  # deadline; when it joins, for `hold`
+    since_s: float  # when a process was wanted for its rank
+    former: int = -1  # worker that held its rank before; -1 for none
+    tries: int = 0  # failed attempts to join, of this process and of those before it
+    blame: FailureCause | None = None  # the peer that it lost, as long as the end of another process may explain that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,285 +181,172 @@ class RepeatedError:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """The processes of the run and the ranks that they hold.
+    """The processes of the run and the ranks that they hold."""
 
-    Attributes:
-        members: processes by rank.
-        rank_of: rank by worker; the driver counts a worker that is missing here as dead.
-        next_worker: number of the next worker to be placed.
-        starting: workers that are placed and not up yet.
-        spares: warm standbys and joining workers, by worker; none of them is in `rank_of` or `starting`.
-        spares_lost: standbys that ended by themselves since the last one became ready.
-        accelerators: accelerators of each slot, as Ray gave them to its first process.
-        plan: plan of this rendezvous epoch or of the one before; None if and only if `RunPolicy.layouts` is None.
-    """
-
-    members: PersistentList[GroupMember] = field(default_factory=PersistentList)
+    members: PersistentList[GroupMember] = field(default_factory=PersistentList)  # processes by rank
+    # rank by worker; the driver counts a worker that is missing here as dead
     rank_of: PersistentMap[int] = field(default_factory=PersistentMap)
-    next_worker: int = 0
-    starting: PersistentSet = field(default_factory=PersistentSet)
+    next_worker: int = 0  # number of the next worker to be placed
+    starting: PersistentSet = field(default_factory=PersistentSet)  # workers that are placed and not up yet
+    # warm standbys and joining workers, by worker; none of them is in `rank_of` or `starting`
     spares: PersistentMap[StandbyWorker] = field(default_factory=PersistentMap)
-    spares_lost: int = 0
+    spares_lost: int = 0  # standbys that ended by themselves since the last one became ready
+    # accelerators of each slot, as Ray gave them to its first process
     accelerators: PersistentMap[tuple[str, ...]] = field(default_factory=PersistentMap)
+    # plan of this rendezvous epoch or of the one before; None if and only if `RunPolicy.layouts` is None
     plan: Plan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicMembers:
-    """Members outside the collective group (parameter servers, asynchronous workers).
+    """Members outside the collective group (parameter servers, asynchronous workers)."""
 
-    Attributes:
-        apart: members that the others do not wait for, by worker.
-        peers: peers of this rendezvous epoch.
-    """
-
+    # members that the others do not wait for, by worker
     apart: Mapping[int, PendingMember] = field(default_factory=dict)
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[Peer, ...] = ()  # peers of this rendezvous epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """The current rendezvous.
+    """The current rendezvous."""
 
-    Attributes:
-        generation: rendezvous epoch.
-        heal: restore plan of this epoch.
-    """
-
-    generation: Generation = _NO_GENERATION
-    heal: RestorePlan | None = None
+    generation: Generation = _NO_GENERATION  # rendezvous epoch
+    heal: RestorePlan | None = None  # restore plan of this epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """Workers that leave or that are too slow.
+    """Workers that leave or that are too slow."""
 
-    Attributes:
-        leaving: when each worker with a preemption notice ends, by worker; some may have ended already.
-        compared: step at which the paces of the ranks were compared last.
-        slow: how often in a row a worker was found slow, by worker.
-        named_slow: workers that were reported as slow.
-        relieved: when a slow worker of a node was replaced last, by node.
-    """
-
+    # when each worker with a preemption notice ends, by worker; some may have ended already
     leaving: Mapping[int, float] = field(default_factory=dict)
-    compared: int = 0
-    slow: Mapping[int, int] = field(default_factory=dict)
-    named_slow: frozenset[int] = frozenset()
+    compared: int = 0  # step at which the paces of the ranks were compared last
+    slow: Mapping[int, int] = field(default_factory=dict)  # how often in a row a worker was found slow, by worker
+    named_slow: frozenset[int] = frozenset()  # workers that were reported as slow
+    # when a slow worker of a node was replaced last, by node
     relieved: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where the run is.
+    """Where the run is."""
 
-    Attributes:
-        step: step at which every rank stood when the group was idle last.
-        progress: newest completed step since the last restore, as far as known.
-        high: highest step ever completed; only a higher step clears `failures`.
-        told: newest step that the previous driver reported; 0 once the first rendezvous is complete.
-        pausing: whether the ranks were asked to pause.
-    """
-
-    step: int = 0
-    progress: int = 0
-    high: int = 0
-    told: int = 0
-    pausing: bool = False
+    step: int = 0  # step at which every rank stood when the group was idle last
+    progress: int = 0  # newest completed step since the last restore, as far as known
+    high: int = 0  # highest step ever completed; only a higher step clears `failures`
+    told: int = 0  # newest step that the previous driver reported; 0 once the first rendezvous is complete
+    pausing: bool = False  # whether the ranks were asked to pause
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The steps and the evaluation that the ranks were called for, and what they reported.
+    """The steps and the evaluation that the ranks were called for, and what they reported."""
 
-    Attributes:
-        until: step up to which the ranks were called to run.
-        judges: number of ranks that share the current evaluation.
-        evaluations: all evaluations up to the position, in order of steps. A step takes the metrics of its own start.
-        moved_s: when the last news of steps came, or when they started.
-        longest_s: longest time so far between two reports of steps.
-        skipped: samples in the quarantines of the workers, as last reported.
-        passed: steps without an update because the loss was not finite, as last reported.
-        overflowed: steps without an update because the gradient was too large for `fp16`, as last reported.
-        prefetch: how far the ranks read ahead, as last reported.
-        advised: whether the user was told that the batch is too large.
-        deadline_s: when the time of the run is over; infinite without a limit.
-        time_is_over: whether the run ends for that.
-        announcing: step of the checkpoint that callbacks are told of before the first step.
-    """
-
-    until: int = 0
-    judges: int = 0
+    until: int = 0  # step up to which the ranks were called to run
+    judges: int = 0  # number of ranks that share the current evaluation
+    # all evaluations up to the position, in order of steps. A step takes the metrics of its own start.
     evaluations: tuple[Evaluated, ...] = ()
-    moved_s: float = 0.0
-    longest_s: float = 0.0
-    skipped: int = 0
-    passed: int = 0
-    overflowed: int = 0
-    prefetch: PrefetchDepth | None = None
-    advised: bool = False
-    deadline_s: float = math.inf
-    time_is_over: bool = False
-    announcing: int = 0
+    moved_s: float = 0.0  # when the last news of steps came, or when they started
+    longest_s: float = 0.0  # longest time so far between two reports of steps
+    skipped: int = 0  # samples in the quarantines of the workers, as last reported
+    passed: int = 0  # steps without an update because the loss was not finite, as last reported
+    overflowed: int = 0  # steps without an update because the gradient was too large for `fp16`, as last reported
+    prefetch: PrefetchDepth | None = None  # how far the ranks read ahead, as last reported
+    advised: bool = False  # whether the user was told that the batch is too large
+    deadline_s: float = math.inf  # when the time of the run is over; infinite without a limit
+    time_is_over: bool = False  # whether the run ends for that
+    announcing: int = 0  # step of the checkpoint that callbacks are told of before the first step
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The failures so far and the one that the driver recovers from.
+    """The failures so far and the one that the driver recovers from."""
 
-    Attributes:
-        failures: failures in a row without a new step.
-        failed_s: when each failure of the last hour came.
-        losing: ranks of dynamic members that were lost since the last new step.
-        blame: cause of the failure that the driver recovers from.
-        suspect: the same cause, if a step can be the reason for it.
-        loop: the last equal failures at one step.
-        repeated: last error that was raised by the code of the job.
-        passing: steps whose batch is skipped.
-        losses: step and loss of the last steps, to detect spikes.
-        spiked: step before which the ranks must be restored after a loss spike; 0 for none.
-        stacks: stack traces of the ranks that hung, by rank.
-        since_s: when the recovery, or the run, started.
-    """
-
-    failures: int = 0
-    failed_s: tuple[float, ...] = ()
-    losing: frozenset[int] = frozenset()
-    blame: FailureCause | None = None
-    suspect: FailureCause | None = None
-    loop: CrashLoop | None = None
-    repeated: RepeatedError | None = None
-    passing: tuple[SkippedBatch, ...] = ()
-    losses: tuple[tuple[int, float], ...] = ()
-    spiked: int = 0
-    stacks: PersistentMap[str] = field(default_factory=PersistentMap)
-    since_s: float = 0.0
+    failures: int = 0  # failures in a row without a new step
+    failed_s: tuple[float, ...] = ()  # when each failure of the last hour came
+    losing: frozenset[int] = frozenset()  # ranks of dynamic members that were lost since the last new step
+    blame: FailureCause | None = None  # cause of the failure that the driver recovers from
+    suspect: FailureCause | None = None  # the same cause, if a step can be the reason for it
+    loop: CrashLoop | None = None  # the last equal failures at one step
+    repeated: RepeatedError | None = None  # last error that was raised by the code of the job
+    passing: tuple[SkippedBatch, ...] = ()  # steps whose batch is skipped
+    losses: tuple[tuple[int, float], ...] = ()  # step and loss of the last steps, to detect spikes
+    spiked: int = 0  # step before which the ranks must be restored after a loss spike; 0 for none
+    stacks: PersistentMap[str] = field(default_factory=PersistentMap)  # stack traces of the ranks that hung, by rank
+    since_s: float = 0.0  # when the recovery, or the run, started
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Checkpoints in the run store.
+    """Checkpoints in the run store."""
 
-    Attributes:
-        head: newest committed checkpoint.
-        older: earlier checkpoints that the run log still names, newest last.
-        writers: lowest ranks that together hold each piece of the state once.
-        layout: layout of the state, as the ranks reported it.
-        copying: purposes of the snapshot under way.
-        saved_s: when the last checkpoint, or the run, started.
-        saving_s: seconds that the last checkpoint blocked the steps.
-        upload_s: seconds that its upload took.
-        considered: step whose checkpoint was taken or skipped last; -1 for none.
-        upload: checkpoint on its way to the store.
-        uploads: number of uploads started, so that no name is used twice.
-        named: highest step that an upload was named after.
-        attempts: failed uploads of the last step.
-        failing_s: when the first of them failed.
-        trouble: error of the last failed upload.
-        announces: whether callbacks want to be told of checkpoints.
-        announced: step of the newest checkpoint that they were told of.
-    """
-
-    head: CheckpointRef | None = None
-    older: tuple[CheckpointRef, ...] = ()
-    writers: tuple[int, ...] = ()
-    layout: str = ""
-    copying: tuple[Literal["upload", "keep"], ...] = ()
-    saved_s: float = 0.0
-    saving_s: float = 0.0
-    upload_s: float = 0.0
-    considered: int = -1
-    upload: CheckpointUpload | None = None
-    uploads: int = 0
-    named: int = -1
-    attempts: int = 0
-    failing_s: float = 0.0
-    trouble: Exception | None = None
-    announces: bool = False
-    announced: int = 0
+    head: CheckpointRef | None = None  # newest committed checkpoint
+    older: tuple[CheckpointRef, ...] = ()  # earlier checkpoints that the run log still names, newest last
+    writers: tuple[int, ...] = ()  # lowest ranks that together hold each piece of the state once
+    layout: str = ""  # layout of the state, as the ranks reported it
+    copying: tuple[Literal["upload", "keep"], ...] = ()  # purposes of the snapshot under way
+    saved_s: float = 0.0  # when the last checkpoint, or the run, started
+    saving_s: float = 0.0  # seconds that the last checkpoint blocked the steps
+    upload_s: float = 0.0  # seconds that its upload took
+    considered: int = -1  # step whose checkpoint was taken or skipped last; -1 for none
+    upload: CheckpointUpload | None = None  # checkpoint on its way to the store
+    uploads: int = 0  # number of uploads started, so that no name is used twice
+    named: int = -1  # highest step that an upload was named after
+    attempts: int = 0  # failed uploads of the last step
+    failing_s: float = 0.0  # when the first of them failed
+    trouble: Exception | None = None  # error of the last failed upload
+    announces: bool = False  # whether callbacks want to be told of checkpoints
+    announced: int = 0  # step of the newest checkpoint that they were told of
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCheckpoints:
-    """Copies of the state in the nodes' memory.
+    """Copies of the state in the nodes' memory."""
 
-    Attributes:
-        keepers: ranks that copy their pieces into the memory of their nodes.
-        keeping: copy under way.
-        kept: newest complete copy.
-        versions: number of the last copy that was started.
-        keep_off: whether copies are off, because a node had no memory for one.
-        kept_s: when the last copy started, or when the ranks were restored.
-        copied_s: seconds that the last copy blocked the steps.
-    """
-
-    keepers: tuple[int, ...] = ()
-    keeping: MemoryCopy | None = None
-    kept: MemoryCheckpoint | None = None
-    versions: int = 0
-    keep_off: bool = False
-    kept_s: float = 0.0
-    copied_s: float = 0.0
+    keepers: tuple[int, ...] = ()  # ranks that copy their pieces into the memory of their nodes
+    keeping: MemoryCopy | None = None  # copy under way
+    kept: MemoryCheckpoint | None = None  # newest complete copy
+    versions: int = 0  # number of the last copy that was started
+    keep_off: bool = False  # whether copies are off, because a node had no memory for one
+    kept_s: float = 0.0  # when the last copy started, or when the ranks were restored
+    copied_s: float = 0.0  # seconds that the last copy blocked the steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shutdown:
-    """The end of the run.
+    """The end of the run."""
 
-    Attributes:
-        stopping: whether a stop was requested, or the time of the run is over.
-        outcome: outcome of the run.
-        error: error that ended the run.
-    """
-
-    stopping: bool = False
-    outcome: RunOutcome = "failed"
-    error: Exception | None = None
+    stopping: bool = False  # whether a stop was requested, or the time of the run is over
+    outcome: RunOutcome = "failed"  # outcome of the run
+    error: Exception | None = None  # error that ended the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """All that the driver knows, in parts. One module writes each part.
+    """All that the driver knows, in parts. One module writes each part."""
 
-    Attributes:
-        settings: policy of the run.
-        phase: current phase.
-        phase_s: when it started.
-        awaiting: workers that owe an answer on their thread of steps.
-        answers: answers of this phase, by rank.
-        timers: numbers of the timers that run, by name.
-        clock: number of the last timer set.
-        trials: plans that are measured, until one is chosen.
-        membership: the processes of the run and the ranks that they hold.
-        dynamic: members outside the collective group (parameter servers, asynchronous workers).
-        epoch: the current rendezvous.
-        handover: workers that leave or that are too slow.
-        position: where the run is.
-        segment: the steps and the evaluation that the ranks were called for, and what they reported.
-        recovery: the failures so far and the one that the driver recovers from.
-        checkpoints: checkpoints in the run store.
-        memory: copies of the state in the nodes' memory.
-        shutdown: the end of the run.
-    """
-
-    settings: RunPolicy
-    phase: Phase = Phase.ACQUIRING
-    phase_s: float = 0.0
+    settings: RunPolicy  # policy of the run
+    phase: Phase = Phase.ACQUIRING  # current phase
+    phase_s: float = 0.0  # when it started
+    # workers that owe an answer on their thread of steps
     awaiting: PersistentSet = field(default_factory=PersistentSet)
-    answers: PersistentMap[Any] = field(default_factory=PersistentMap)
-    timers: Mapping[str, int] = field(default_factory=dict)
-    clock: int = 0
-    trials: PlanTrials | None = None
-    membership: Membership = field(default_factory=Membership)
+    answers: PersistentMap[Any] = field(default_factory=PersistentMap)  # answers of this phase, by rank
+    timers: Mapping[str, int] = field(default_factory=dict)  # numbers of the timers that run, by name
+    clock: int = 0  # number of the last timer set
+    trials: PlanTrials | None = None  # plans that are measured, until one is chosen
+    membership: Membership = field(default_factory=Membership)  # the processes of the run and the ranks that they hold
+    # members outside the collective group (parameter servers, asynchronous workers)
     dynamic: DynamicMembers = field(default_factory=DynamicMembers)
-    epoch: Epoch = field(default_factory=Epoch)
-    handover: Handover = field(default_factory=Handover)
-    position: Position = field(default_factory=Position)
+    epoch: Epoch = field(default_factory=Epoch)  # the current rendezvous
+    handover: Handover = field(default_factory=Handover)  # workers that leave or that are too slow
+    position: Position = field(default_factory=Position)  # where the run is
+    # the steps and the evaluation that the ranks were called for, and what they reported
     segment: Segment = field(default_factory=Segment)
+    # the failures so far and the one that the driver recovers from
     recovery: FailureRecord = field(default_factory=FailureRecord)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
-    shutdown: Shutdown = field(default_factory=Shutdown)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)  # checkpoints in the run store
+    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)  # copies of the state in the nodes' memory
+    shutdown: Shutdown = field(default_factory=Shutdown)  # the end of the run
 
     @classmethod
     def of(cls, settings: RunPolicy, **changes: Any) -> DriverState:

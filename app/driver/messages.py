@@ -110,48 +110,31 @@ class RestorePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """Take these steps.
+    """Take these steps."""
 
-    Attributes:
-        steps: none where the run is over but for the callbacks of its last checkpoint.
-        metrics: of the evaluation after `steps.start` steps; None if there was none.
-        checkpoints: those that callbacks may not have been told of, newest last.
-    """
-
-    steps: range
-    metrics: Mapping[str, float] | None = None
-    checkpoints: tuple[CheckpointRef, ...] = ()
+    steps: range  # none where the run is over but for the callbacks of its last checkpoint
+    metrics: Mapping[str, float] | None = None  # of the evaluation after `steps.start` steps; None if there was none
+    checkpoints: tuple[CheckpointRef, ...] = ()  # those that callbacks may not have been told of, newest last
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentReport:
-    """The answer to `run`: from all ranks after the same step, or from rank 0 if workers step independently.
-
-    Attributes:
-        finished: whether training ended before its last step.
-        announces: whether callbacks want to be told of checkpoints.
-        skipped: samples that this process put into the quarantine so far.
-        passed, overflowed: steps without an update so far: their loss was not finite, or their gradient too large.
-        prefetch: how far it reads ahead.
-        own_s: median seconds of its own part of the last steps, before it waits for others; None if unknown.
-        phases: times of its last steps; None if too few were timed since the last report.
-        sampled: steps whose gradients were sampled for the noise scale.
-        noise: the gradient noise scale; None while it is not reliable.
-        staleness: of applied updates; from rank 0 if workers step independently.
-    """
+    """The answer to `run`: from all ranks after the same step, or from rank 0 if workers step independently."""
 
     step: int
-    skipped: int = 0
+    skipped: int = 0  # samples that this process put into the quarantine so far
+    # passed, overflowed: steps without an update so far: their loss was not finite, or their gradient too large
     passed: int = 0
     overflowed: int = 0
-    prefetch: PrefetchDepth | None = None
+    prefetch: PrefetchDepth | None = None  # how far it reads ahead
+    # median seconds of its own part of the last steps, before it waits for others; None if unknown
     own_s: float | None = None
-    finished: bool = False
-    announces: bool = False
-    phases: PhaseTimes | None = None
-    sampled: int = 0
-    noise: NoiseScale | None = None
-    staleness: StalenessCounts | None = None
+    finished: bool = False  # whether training ended before its last step
+    announces: bool = False  # whether callbacks want to be told of checkpoints
+    phases: PhaseTimes | None = None  # times of its last steps; None if too few were timed since the last report
+    sampled: int = 0  # steps whose gradients were sampled for the noise scale
+    noise: NoiseScale | None = None  # the gradient noise scale; None while it is not reliable
+    staleness: StalenessCounts | None = None  # of applied updates; from rank 0 if workers step independently
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,16 +148,11 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailure:
-    """Why a call raised.
-
-    Attributes:
-        error: the original error, which can be pickled.
-        step: newest completed step that the process can report, for `run`; -1 if unknown.
-    """
+    """Why a call raised."""
 
     kind: CallFailureKind
-    error: TrainwrightError
-    step: int = -1
+    error: TrainwrightError  # the original error, which can be pickled
+    step: int = -1  # newest completed step that the process can report, for `run`; -1 if unknown
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -182,50 +160,32 @@ class CallFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivingWorker:
-    """A worker of the previous driver that this driver has taken over.
-
-    Attributes:
-        slot: slot whose bundle it holds; None for a warm standby.
-        waiting: whether it has never held a rank.
-        rank: rank that it held last; -1 for none.
-        home: Ray's id of the node.
-        plan: plan whose part of the state it holds, after `step` steps; None if it holds none.
-    """
+    """A worker of the previous driver that this driver has taken over."""
 
     worker: int
     node: str
     pid: int
-    slot: int | None = None
-    waiting: bool = False
-    rank: int = -1
+    slot: int | None = None  # slot whose bundle it holds; None for a warm standby
+    waiting: bool = False  # whether it has never held a rank
+    rank: int = -1  # rank that it held last; -1 for none
     accelerators: tuple[str, ...] = ()
-    home: str = ""
-    plan: Plan | None = None
+    home: str = ""  # Ray's id of the node
+    plan: Plan | None = None  # plan whose part of the state it holds, after `step` steps; None if it holds none
     step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseAcquired:
-    """This driver has the lease of the run.
-
-    Attributes:
-        head: newest checkpoint with all its files, which are verified when they are loaded.
-        older: checkpoints before it, newest last.
-        told: newest step of the stored events.
-        living: workers of the previous driver.
-        kept: newest complete in-memory checkpoint.
-        evaluations: stored evaluations of the run, in order of steps.
-        spent_s: seconds of earlier drivers of the run.
-    """
+    """This driver has the lease of the run."""
 
     token: int
-    head: CheckpointRef | None
-    older: tuple[CheckpointRef, ...] = ()
-    told: int = 0
-    living: tuple[SurvivingWorker, ...] = ()
-    kept: MemoryCheckpoint | None = None
-    evaluations: tuple[events.Evaluated, ...] = ()
-    spent_s: float = 0.0
+    head: CheckpointRef | None  # newest checkpoint with all its files, which are verified when they are loaded
+    older: tuple[CheckpointRef, ...] = ()  # checkpoints before it, newest last
+    told: int = 0  # newest step of the stored events
+    living: tuple[SurvivingWorker, ...] = ()  # workers of the previous driver
+    kept: MemoryCheckpoint | None = None  # newest complete in-memory checkpoint
+    evaluations: tuple[events.Evaluated, ...] = ()  # stored evaluations of the run, in order of steps
+    spent_s: float = 0.0  # seconds of earlier drivers of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,19 +432,15 @@ Effect = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReserveRequest:
-    """Prepare for a rendezvous epoch.
-
-    Attributes:
-        plan: plan of the epoch; None for the plan that every process was started with. A process that was built for
-            another layout rebuilds its engine, and holds no state then.
-        role: role that the process will have.
-        former: address to bind again, of the process that held this rank before in the same epoch, for engines whose
-            members know fixed addresses; None for any.
-    """
+    """Prepare for a rendezvous epoch."""
 
     generation: Generation
+    # plan of the epoch; None for the plan that every process was started with. A process that was built for another
+    # layout rebuilds its engine, and holds no state then.
     plan: Plan | None = None
-    role: Role = "worker"
+    role: Role = "worker"  # role that the process will have
+    # address to bind again, of the process that held this rank before in the same epoch, for engines whose members
+    # know fixed addresses; None for any
     former: Address | None = None
 
 
@@ -501,15 +457,11 @@ class ProbeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """Evaluate a share of the evaluation set at a step.
-
-    Attributes:
-        feeding: share of the receiver; None for that of its rank in the plan.
-        evaluated: sums of all ranks, whose metrics with state the receiver computes instead, and gives to callbacks.
-    """
+    """Evaluate a share of the evaluation set at a step."""
 
     step: int
-    feeding: FeedAssignment | None = None
+    feeding: FeedAssignment | None = None  # share of the receiver; None for that of its rank in the plan
+    # sums of all ranks, whose metrics with state the receiver computes instead, and gives to callbacks
     evaluated: MetricSums | None = None
 
 
@@ -519,17 +471,13 @@ Decoding = Literal["", "first", "next"]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest:
-    """Compute the model's outputs for some feeds.
-
-    Attributes:
-        place: index along the second dimension to return, for outputs (rows, places, ...); None for all. Other outputs
-            are returned completely.
-        decoding: see `Decoding`; with "next", the feeds have one more token of each row.
-    """
+    """Compute the model's outputs for some feeds."""
 
     feeds: tuple[Feed, ...]
+    # index along the second dimension to return, for outputs (rows, places, ...); None for all. Other outputs are
+    # returned completely.
     place: int | None = None
-    decoding: Decoding = ""
+    decoding: Decoding = ""  # see `Decoding`; with "next", the feeds have one more token of each row
 
     def chosen(self, outputs: Columns) -> Columns:
         """Return the requested part of a feed's outputs."""
@@ -563,20 +511,11 @@ class PlanSelector(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTrials:
-    """Plans that are measured before the first step, by their index in `PlanSelector.plans`.
+    """Plans that are measured before the first step, by their index in `PlanSelector.plans`."""
 
-    Attributes:
-        left: plans that are still to be measured, in order.
-        step_s: seconds of a step.
-        aside: why a plan cannot be measured.
-        first: error of the first plan that was set aside.
-        trying: whether the trial of the first plan of `left` has started.
-        since_s: when the first trial started; 0 before.
-    """
-
-    left: tuple[int, ...]
-    since_s: float = 0.0
-    step_s: Mapping[int, float] = field(default_factory=dict)
-    aside: Mapping[int, str] = field(default_factory=dict)
-    first: Exception | None = None
-    trying: bool = False
+    left: tuple[int, ...]  # plans that are still to be measured, in order
+    since_s: float = 0.0  # when the first trial started; 0 before
+    step_s: Mapping[int, float] = field(default_factory=dict)  # seconds of a step
+    aside: Mapping[int, str] = field(default_factory=dict)  # why a plan cannot be measured
+    first: Exception | None = None  # error of the first plan that was set aside
+    trying: bool = False  # whether the trial of the first plan of `left` has started

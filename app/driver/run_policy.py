@@ -18,41 +18,26 @@ CALL_DEADLINE_S = 180.0  # at least, to form a group and to load a checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPolicy:
-    """The processes of a run: how many, in which roles and where.
+    """The processes of a run: how many, in which roles and where."""
 
-    Attributes:
-        workers: world size at the start, in processes, servers included as everywhere here.
-        servers: parameter servers; they are the first ranks, after a chief.
-        tolerates: roles whose loss does not end a rendezvous epoch.
-        min_workers: fewest processes to continue with when no replacement comes; None for all of them.
-        last_resort: the same once `place_deadline_s` has passed; None for no fewer then either.
-        max_workers: number of processes to which the run grows when the cluster has resources; None for `workers`.
-        spares: warm standbys.
-        spares_stay: a standby takes only ranks of its own node, because it takes over their accelerators.
-        reform: whether survivors keep their processes.
-        topology: topology of the engine. Rank 0 gets a stop request for all ranks, and reports each step.
-        threads: CPU threads of a worker.
-        devices: names of the devices of each process, as it sees them.
-        mesh: mesh by which ranks are placed on nodes; None if their order does not matter.
-        secret: random bytes of this driver, from which the keys of its rendezvous epochs are derived.
-        layouts: plans by number of workers; None if one plan fits any number.
-    """
-
-    workers: int
-    servers: int = 0
-    tolerates: frozenset[Role] = frozenset()
-    min_workers: int | None = None
-    last_resort: int | None = None
+    workers: int  # world size at the start, in processes, servers included as everywhere here
+    servers: int = 0  # parameter servers; they are the first ranks, after a chief
+    tolerates: frozenset[Role] = frozenset()  # roles whose loss does not end a rendezvous epoch
+    min_workers: int | None = None  # fewest processes to continue with when no replacement comes; None for all of them
+    last_resort: int | None = None  # the same once `place_deadline_s` has passed; None for no fewer then either
+    # number of processes to which the run grows when the cluster has resources; None for `workers`
     max_workers: int | None = None
-    spares: int = 0
-    spares_stay: bool = False
-    reform: RestartMode = "in_place"
+    spares: int = 0  # warm standbys
+    spares_stay: bool = False  # a standby takes only ranks of its own node, because it takes over their accelerators
+    reform: RestartMode = "in_place"  # whether survivors keep their processes
+    # topology of the engine. Rank 0 gets a stop request for all ranks, and reports each step.
     topology: Topology = "collective"
-    threads: int = 1
-    devices: tuple[str, ...] = ("cpu",)
-    mesh: Mesh | None = None
+    threads: int = 1  # CPU threads of a worker
+    devices: tuple[str, ...] = ("cpu",)  # names of the devices of each process, as it sees them
+    mesh: Mesh | None = None  # mesh by which ranks are placed on nodes; None if their order does not matter
+    # random bytes of this driver, from which the keys of its rendezvous epochs are derived
     secret: bytes = field(default=b"", repr=False)
-    layouts: PlanSelector | None = None
+    layouts: PlanSelector | None = None  # plans by number of workers; None if one plan fits any number
 
     @property
     def fewest(self) -> int:
@@ -93,117 +78,72 @@ class WorldPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long a run is, and when it evaluates.
+    """How long a run is, and when it evaluates."""
 
-    Attributes:
-        total_steps: steps of the whole run.
-        steps_per_epoch: steps of an epoch. A checkpoint is due at the end of each if `checkpoint_steps` is None.
-        stride: steps that a worker takes between two exchanges; ranks stop at multiples of it.
-        evaluate_steps: steps between evaluations, and one more at the end; None never evaluates.
-        samples_of: rows of the training set by step (from 1), rank, number of workers and plan, for error messages.
-        early_stop: ends the run when a metric no longer improves.
-        max_time_s: seconds of all drivers of the run together, after which it ends; None for any.
-    """
-
-    total_steps: int
-    steps_per_epoch: int
-    stride: int = 1
-    evaluate_steps: int | None = None
+    total_steps: int  # steps of the whole run
+    steps_per_epoch: int  # steps of an epoch. A checkpoint is due at the end of each if `checkpoint_steps` is None.
+    stride: int = 1  # steps that a worker takes between two exchanges; ranks stop at multiples of it
+    evaluate_steps: int | None = None  # steps between evaluations, and one more at the end; None never evaluates
+    # rows of the training set by step (from 1), rank, number of workers and plan, for error messages
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
-    early_stop: EarlyStop | None = None
-    max_time_s: float | None = None
+    early_stop: EarlyStop | None = None  # ends the run when a metric no longer improves
+    max_time_s: float | None = None  # seconds of all drivers of the run together, after which it ends; None for any
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """When checkpoints and in-memory copies are taken, and how long the store may fail.
+    """When checkpoints and in-memory copies are taken, and how long the store may fail."""
 
-    Attributes:
-        checkpoint_steps: steps between checkpoints.
-        checkpoint_auto: space checkpoints by their cost and the failures seen (see `checkpoint_interval_s`).
-        keep_s: seconds at least between two in-memory checkpoints; None takes none.
-        storage_attempts: failed uploads of the last step after which the run fails.
-        outage_deadline_s: seconds that an unreachable store has to come back; replaces `storage_attempts` then.
-        retry_s: seconds before the second attempt; doubles each time, up to a minute.
-        upload_deadline_s: seconds for an upload, once the run waits for nothing else.
-        best: goal by which the checkpoint of the best evaluation is kept (see `core.metric_goals`); empty for none.
-    """
-
-    checkpoint_steps: int | None = None
-    checkpoint_auto: bool = False
-    keep_s: float | None = None
-    storage_attempts: int = 4
+    checkpoint_steps: int | None = None  # steps between checkpoints
+    checkpoint_auto: bool = False  # space checkpoints by their cost and the failures seen (see `checkpoint_interval_s`)
+    keep_s: float | None = None  # seconds at least between two in-memory checkpoints; None takes none
+    storage_attempts: int = 4  # failed uploads of the last step after which the run fails
+    # seconds that an unreachable store has to come back; replaces `storage_attempts` then
     outage_deadline_s: float = 3600.0
-    retry_s: float = 1.0
-    upload_deadline_s: float = 600.0
+    retry_s: float = 1.0  # seconds before the second attempt; doubles each time, up to a minute
+    upload_deadline_s: float = 600.0  # seconds for an upload, once the run waits for nothing else
+    # goal by which the checkpoint of the best evaluation is kept (see `core.metric_goals`); empty for none
     best: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureLimits:
-    """Which failures a run recovers from.
+    """Which failures a run recovers from."""
 
-    Attributes:
-        failures: failures in a row, without a new completed step, that the run recovers from.
-        failures_an_hour: failures within an hour that the run recovers from; None for any number.
-        max_loss_ratio: a loss more than this many times the median is a spike; None detects none.
-        spike_limit: loss spikes after which the run goes back; 0 ends the run at the first.
-        pass_limit: batches that may be skipped because their step fails again and again.
-        probe_share: share of the run time that plan trials may take; None for any.
-        replace_stragglers: replace workers whose part of a step takes this many times that of the others; None
-            replaces none.
-    """
-
-    failures: int = 3
-    failures_an_hour: int | None = None
-    max_loss_ratio: float | None = None
-    spike_limit: int = 0
-    pass_limit: int = 0
-    probe_share: float | None = None
+    failures: int = 3  # failures in a row, without a new completed step, that the run recovers from
+    failures_an_hour: int | None = None  # failures within an hour that the run recovers from; None for any number
+    max_loss_ratio: float | None = None  # a loss more than this many times the median is a spike; None detects none
+    spike_limit: int = 0  # loss spikes after which the run goes back; 0 ends the run at the first
+    pass_limit: int = 0  # batches that may be skipped because their step fails again and again
+    probe_share: float | None = None  # share of the run time that plan trials may take; None for any
+    # replace workers whose part of a step takes this many times that of the others; None replaces none
     replace_stragglers: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds until the driver gives up.
+    """Seconds until the driver gives up."""
 
-    Attributes:
-        place_deadline_s: for all missing processes to start.
-        shrink_s: for them to start, if the others may continue without them.
-        preemption_s: from a preemption notice to the end of the process.
-        call_deadline_s: for reserve, form and heal.
-        leave_deadline_s: for survivors to leave a broken group, once one of them has.
-        interrupt_deadline_s: for ranks that hang to answer an interrupt.
-        hang_deadline_s: without a completed step, for a snapshot and for an evaluation; None learns it from the
-            steps.
-    """
-
-    place_deadline_s: float = 300.0
-    shrink_s: float = 30.0
-    preemption_s: float = 25.0
-    call_deadline_s: float = 90.0
-    leave_deadline_s: float = 15.0
-    interrupt_deadline_s: float = 5.0
+    place_deadline_s: float = 300.0  # for all missing processes to start
+    shrink_s: float = 30.0  # for them to start, if the others may continue without them
+    preemption_s: float = 25.0  # from a preemption notice to the end of the process
+    call_deadline_s: float = 90.0  # for reserve, form and heal
+    leave_deadline_s: float = 15.0  # for survivors to leave a broken group, once one of them has
+    interrupt_deadline_s: float = 5.0  # for ranks that hang to answer an interrupt
+    # without a completed step, for a snapshot and for an evaluation; None learns it from the steps
     hang_deadline_s: float | None = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPolicy:
-    """What a run is to do, and how long the driver waits for what.
+    """What a run is to do, and how long the driver waits for what."""
 
-    Attributes:
-        world: the processes of a run: how many, in which roles and where.
-        length: how long a run is, and when it evaluates.
-        saving: when checkpoints and in-memory copies are taken, and how long the store may fail.
-        limits: which failures a run recovers from.
-        deadlines: seconds until the driver gives up.
-    """
-
-    world: WorldPolicy
-    length: RunLength
+    world: WorldPolicy  # the processes of a run: how many, in which roles and where
+    length: RunLength  # how long a run is, and when it evaluates
+    # when checkpoints and in-memory copies are taken, and how long the store may fail
     saving: CheckpointPolicy = field(default_factory=CheckpointPolicy)
-    limits: FailureLimits = field(default_factory=FailureLimits)
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    limits: FailureLimits = field(default_factory=FailureLimits)  # which failures a run recovers from
+    deadlines: Deadlines = field(default_factory=Deadlines)  # seconds until the driver gives up
 
     @classmethod
     def of(cls, *, workers: int, total_steps: int, steps_per_epoch: int, **changes: Any) -> RunPolicy:

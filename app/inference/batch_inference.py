@@ -55,23 +55,14 @@ _BATCH_ROWS = 1024  # where the job's global batch is larger
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predictions in a folder: parquet parts whose rows, in the order of their names, are the samples in order.
+    """Predictions in a folder: parquet parts whose rows, in the order of their names, are the samples in order."""
 
-    Attributes:
-        uri: the folder.
-        rows: predicted.
-        parts: files.
-        computed: parts that this call computed; the others were there.
-        run: that trained the model.
-        step: of the checkpoint.
-    """
-
-    uri: str
-    rows: int
-    parts: int
-    computed: int
-    run: str
-    step: int
+    uri: str  # the folder
+    rows: int  # predicted
+    parts: int  # files
+    computed: int  # parts that this call computed; the others were there
+    run: str  # that trained the model
+    step: int  # of the checkpoint
 
     def dataset(self) -> Dataset:
         """Return the predictions as a data set: `sample`, the columns kept, the outputs."""

@@ -47,15 +47,10 @@ _BASES = ("LightningModule", "LightningDataModule")
 
 @dataclass(frozen=True, kw_only=True)
 class _LightningStep:
-    """`step=` of a job: calls `training_step`, and `validation_step` for rows of the evaluation set.
+    """`step=` of a job: calls `training_step`, and `validation_step` for rows of the evaluation set."""
 
-    Attributes:
-        train: how a batch of the training set holds its columns.
-        evaluate: the same of the evaluation set.
-    """
-
-    train: Structure
-    evaluate: Structure
+    train: Structure  # how a batch of the training set holds its columns
+    evaluate: Structure  # the same of the evaluation set
 
     def __call__(self, module: Any, columns: Mapping[str, Any]) -> Any:
         """Return the loss of a micro-batch. Raises JobError where there is none."""
@@ -259,21 +254,15 @@ def _loaders(module: Any, datamodule: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """A data set of the job, with what its loader says.
-
-    Attributes:
-        collate: None where rows are stacked.
-        made: how a batch holds its columns.
-        length: of the data set.
-    """
+    """A data set of the job, with what its loader says."""
 
     rows: Dataset
-    made: Structure
-    collate: Callable[[Mapping[str, Any]], dict[str, Any]] | None
+    made: Structure  # how a batch holds its columns
+    collate: Callable[[Mapping[str, Any]], dict[str, Any]] | None  # None where rows are stacked
     batch_size: int | None
     shuffle: bool
     drop_last: bool
-    length: int
+    length: int  # of the data set
 
     @classmethod
     def of(cls, loader: Any, what: str) -> _Split:

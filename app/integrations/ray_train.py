@@ -547,32 +547,22 @@ class _RankChannel:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainWorker:
-    """One worker of Ray Train.
-
-    Attributes:
-        accelerator: Ray's resource of its accelerators, such as `GPU`; empty without any.
-        accelerators: their ids on that node.
-    """
+    """One worker of Ray Train."""
 
     rank: int
     node_id: str
     run: str
-    accelerator: str = ""
-    accelerators: tuple[str, ...] = ()
+    accelerator: str = ""  # Ray's resource of its accelerators, such as `GPU`; empty without any
+    accelerators: tuple[str, ...] = ()  # their ids on that node
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainWorkers:
-    """All workers of Ray Train, in the order of their ranks.
-
-    Attributes:
-        bundles: the bundle of each worker in Ray Train's placement group.
-        cpus: of each worker, by `resources_per_worker`.
-    """
+    """All workers of Ray Train, in the order of their ranks."""
 
     workers: tuple[TrainWorker, ...]
-    bundles: tuple[int, ...]
-    cpus: float
+    bundles: tuple[int, ...]  # the bundle of each worker in Ray Train's placement group
+    cpus: float  # of each worker, by `resources_per_worker`
 
     @classmethod
     def of(

@@ -37,16 +37,11 @@ class ModelCopy:
     """`model=` of a job that starts with the weights of a model.
 
     The weights are no part of the job's identity: a command that draws other ones resumes the same run.
-
-    Attributes:
-        model: in host memory; it travels with the job.
-        kind: its class.
-        structure: its modules, as text.
     """
 
-    model: Any = field(compare=False, repr=False)
-    kind: type
-    structure: str
+    model: Any = field(compare=False, repr=False)  # in host memory; it travels with the job
+    kind: type  # its class
+    structure: str  # its modules, as text
 
     @classmethod
     def of(cls, model: Any, *, training: bool = False) -> ModelCopy:
@@ -61,16 +56,11 @@ class ModelCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTemplate:
-    """`optimizer=` of a job that makes an optimizer like another one, for parameters of the same names.
+    """`optimizer=` of a job that makes an optimizer like another one, for parameters of the same names."""
 
-    Attributes:
-        kind: its class.
-        defaults: arguments of the class.
-        groups: settings of each parameter group, with the names of its parameters.
-    """
-
-    kind: type
-    defaults: Mapping[str, Any]
+    kind: type  # its class
+    defaults: Mapping[str, Any]  # arguments of the class
+    # settings of each parameter group, with the names of its parameters
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
 
     @classmethod
@@ -122,16 +112,11 @@ class _OptimizerSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerTemplate:
-    """`schedule=` of a job that makes a scheduler like another one.
+    """`schedule=` of a job that makes a scheduler like another one."""
 
-    Attributes:
-        scheduler: whose optimizer is `slot`, also inside schedulers that it holds.
-        settings: of each parameter group, as the scheduler set them for the first step.
-    """
-
-    scheduler: Any
+    scheduler: Any  # whose optimizer is `slot`, also inside schedulers that it holds
     slot: _OptimizerSlot
-    settings: tuple[Mapping[str, Any], ...]
+    settings: tuple[Mapping[str, Any], ...]  # of each parameter group, as the scheduler set them for the first step
 
     @classmethod
     def of(cls, scheduler: Any) -> SchedulerTemplate:
@@ -169,15 +154,10 @@ def _before_scheduler(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """How a sample or a batch holds its columns.
+    """How a sample or a batch holds its columns."""
 
-    Attributes:
-        kind: what holds them; `single` for a value alone.
-        names: of the columns; the places in a list or tuple.
-    """
-
-    kind: Literal["mapping", "list", "tuple", "single"]
-    names: tuple[str, ...]
+    kind: Literal["mapping", "list", "tuple", "single"]  # what holds them; `single` for a value alone
+    names: tuple[str, ...]  # of the columns; the places in a list or tuple
 
     @classmethod
     def of(cls, value: Any, what: str) -> Structure:
@@ -213,19 +193,12 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCollate:
-    """Calls a function that makes a batch of a list of samples with the columns of a micro-batch.
+    """Calls a function that makes a batch of a list of samples with the columns of a micro-batch."""
 
-    Attributes:
-        function: [sample, ...] -> batch.
-        sample: the first sample, whose types the others get.
-        structure: of a sample.
-        made: of a batch.
-    """
-
-    function: Callable[[list[Any]], Any]
-    sample: Mapping[str, Any] = field(compare=False, repr=False)
-    structure: Structure
-    made: Structure
+    function: Callable[[list[Any]], Any]  # [sample, ...] -> batch
+    sample: Mapping[str, Any] = field(compare=False, repr=False)  # the first sample, whose types the others get
+    structure: Structure  # of a sample
+    made: Structure  # of a batch
 
     @classmethod
     def of(cls, function: Callable[[list[Any]], Any], sample: Any, what: str) -> SampleCollate:

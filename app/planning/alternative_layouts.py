@@ -91,16 +91,12 @@ def _resizable(plan: Plan) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlternativePlans:
-    """The driver's `Layouts` protocol, implemented by the planner.
-
-    Attributes:
-        calibration: with what was measured of `plans`; None for what is assumed.
-    """
+    """The driver's `Layouts` protocol, implemented by the planner."""
 
     job: Job
     question: PlanRequest
     plans: tuple[Plan, ...]
-    calibration: Calibration | None = None
+    calibration: Calibration | None = None  # with what was measured of `plans`; None for what is assumed
     _known: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
     _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
 

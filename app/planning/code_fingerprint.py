@@ -93,19 +93,12 @@ _KERAS = {"keras", "tensorflow", "tf_keras"}
 
 @dataclass(kw_only=True)
 class _Definition:
-    """A definition that a value reaches.
+    """A definition that a value reaches."""
 
-    Attributes:
-        label: such as `scale() in job.py`.
-        text: the compared text: a digest, a version or a number.
-        refs: keys of the definitions that it reaches directly, in order.
-        owner: keeps its key, an `id`, from being reused.
-    """
-
-    label: str
-    text: str = ""
-    refs: _Refs = field(default_factory=list)
-    owner: Any = None
+    label: str  # such as `scale() in job.py`
+    text: str = ""  # the compared text: a digest, a version or a number
+    refs: _Refs = field(default_factory=list)  # keys of the definitions that it reaches directly, in order
+    owner: Any = None  # keeps its key, an `id`, from being reused
 
 
 class CodeFingerprints:

@@ -41,24 +41,15 @@ from trainwright.strategies.search.plan_ranking import is_asynchronous
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decision:
-    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook.
+    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook."""
 
-    Attributes:
-        chosen: the plan.
-        rejected: the best plan of each other strategy.
-        infeasible: why the other strategies are impossible.
-        profile: of the model, divided by layers as the job says.
-        cluster: the whole cluster.
-        used: the part of it that the job may use.
-        contenders: plans to measure before the first step, the chosen one first; empty where none are measured.
-    """
-
-    chosen: Plan
-    rejected: tuple[RejectedPlan, ...]
-    infeasible: tuple[InfeasiblePlan, ...]
-    profile: ModelProfile
-    cluster: Cluster
-    used: Cluster
+    chosen: Plan  # the plan
+    rejected: tuple[RejectedPlan, ...]  # the best plan of each other strategy
+    infeasible: tuple[InfeasiblePlan, ...]  # why the other strategies are impossible
+    profile: ModelProfile  # of the model, divided by layers as the job says
+    cluster: Cluster  # the whole cluster
+    used: Cluster  # the part of it that the job may use
+    # plans to measure before the first step, the chosen one first; empty where none are measured
     contenders: tuple[Plan, ...] = ()
 
     @property

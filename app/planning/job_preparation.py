@@ -55,34 +55,21 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job with opened data and storage.
-
-    Attributes:
-        store: storage of the run.
-        train: index of the training set.
-        evaluate: index of the evaluation set.
-        steps_per_epoch: global steps of one epoch.
-        description: the job as text; see `job_description.describe`.
-        measured: name of the plan that was the fastest when plans were measured; empty without measurement.
-        begun: there is a checkpoint to resume from.
-        metadata: cache files of the data files' metadata by name, which the run stores.
-        notes: about the run's past, shown to the user.
-        unused: columns of the training set that the job does not use.
-        weights: opened files of `initial_weights`; None where the job names none.
-    """
+    """A job with opened data and storage."""
 
     job: Job
-    store: Store
-    train: Index
-    evaluate: Index | None
-    steps_per_epoch: int
-    description: dict[str, str]
-    measured: str = ""
-    begun: bool = False
+    store: Store  # storage of the run
+    train: Index  # index of the training set
+    evaluate: Index | None  # index of the evaluation set
+    steps_per_epoch: int  # global steps of one epoch
+    description: dict[str, str]  # the job as text; see `job_description.describe`
+    measured: str = ""  # name of the plan that was the fastest when plans were measured; empty without measurement
+    begun: bool = False  # there is a checkpoint to resume from
+    # cache files of the data files' metadata by name, which the run stores
     metadata: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    weights: WeightFiles | None = None
+    notes: tuple[str, ...] = ()  # about the run's past, shown to the user
+    unused: tuple[str, ...] = ()  # columns of the training set that the job does not use
+    weights: WeightFiles | None = None  # opened files of `initial_weights`; None where the job names none
 
     @property
     def total_steps(self) -> int:

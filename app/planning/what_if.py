@@ -58,26 +58,18 @@ RECOVER_S = 60.0  # from a failure to the next step, without repeated steps: ass
 
 @dataclass(frozen=True, kw_only=True)
 class SizingRequest:
-    """A job and the aim by which accelerators are chosen for it. Raises PlanError for values that make no sense.
+    """A job and the aim by which accelerators are chosen for it. Raises PlanError for values that make no sense."""
 
-    Attributes:
-        batch_size: of the job, global, in samples.
-        precision: of its steps.
-        steps: of the whole run with that batch size.
-        aim: `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators).
-        price: of an accelerator: its list price on demand or as a spot machine, or dollars an hour.
-        mtbf_hours: mean time between failures of one accelerator and what belongs to it; None for no failures.
-        critical_batch: samples; the gradient noise scale (McCandlish et al., 2018); None where it is unknown.
-        batch_sizes: other batch sizes, compared by the time to the same loss; needs `critical_batch`.
-    """
-
-    batch_size: int
-    precision: str
-    steps: int
-    aim: Goal = "fastest"
-    price: Price = "on-demand"
+    batch_size: int  # of the job, global, in samples
+    precision: str  # of its steps
+    steps: int  # of the whole run with that batch size
+    aim: Goal = "fastest"  # `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators)
+    price: Price = "on-demand"  # of an accelerator: its list price on demand or as a spot machine, or dollars an hour
+    # mean time between failures of one accelerator and what belongs to it; None for no failures
     mtbf_hours: float | None = None
+    # samples; the gradient noise scale (McCandlish et al., 2018); None where it is unknown
     critical_batch: float | None = None
+    # other batch sizes, compared by the time to the same loss; needs `critical_batch`
     batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,28 +113,18 @@ class _Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterChoice:
-    """The best plan with a number of accelerators.
+    """The best plan with a number of accelerators."""
 
-    Attributes:
-        accelerators, nodes: of the plan.
-        batch_size: global.
-        steps: to the target.
-        plan: with its estimate.
-        goodput: None where no mean time between failures was given.
-        total_s: of the run, failures included.
-        dollars_an_hour: of all accelerators; None where the table has no price.
-        dollars: of the run, likewise.
-    """
-
+    # accelerators, nodes: of the plan
     accelerators: int
     nodes: int
-    batch_size: int
-    steps: int
-    plan: Plan
-    goodput: _Goodput | None
-    total_s: float
-    dollars_an_hour: float | None
-    dollars: float | None
+    batch_size: int  # global
+    steps: int  # to the target
+    plan: Plan  # with its estimate
+    goodput: _Goodput | None  # None where no mean time between failures was given
+    total_s: float  # of the run, failures included
+    dollars_an_hour: float | None  # of all accelerators; None where the table has no price
+    dollars: float | None  # of the run, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,26 +140,20 @@ class WhatIf:
     """The best plans of a job on a cluster that need not exist, on parts of it, and with other batch sizes.
 
     Prints as a table; HTML with charts in a notebook.
-
-    Attributes:
-        profile, cluster, wishes: the question; `--json` shows it under these names.
-        chosen: the best choice by the aim: accelerators, batch size and plan, with time and price.
-        plans: that fit the chosen accelerators and batch size, best first; of equal plans, the simplest comes first.
-        misfits: plans that do not fit, the nearest to fitting first.
-        sizes: the best choice for each number of accelerators looked at, with the chosen batch size.
-        unfit: numbers of accelerators at which no plan fits.
-        batches: the best choice of each requested batch size.
     """
 
+    # profile, cluster, wishes: the question; `--json` shows it under these names
     profile: ModelProfile
     cluster: Cluster
     wishes: SizingRequest
-    chosen: ClusterChoice
+    chosen: ClusterChoice  # the best choice by the aim: accelerators, batch size and plan, with time and price
+    # that fit the chosen accelerators and batch size, best first; of equal plans, the simplest comes first
     plans: tuple[Plan, ...]
-    misfits: tuple[InfeasiblePlan, ...]
+    misfits: tuple[InfeasiblePlan, ...]  # plans that do not fit, the nearest to fitting first
+    # the best choice for each number of accelerators looked at, with the chosen batch size
     sizes: tuple[ClusterChoice, ...]
-    unfit: tuple[_InfeasibleSize, ...]
-    batches: tuple[ClusterChoice, ...]
+    unfit: tuple[_InfeasibleSize, ...]  # numbers of accelerators at which no plan fits
+    batches: tuple[ClusterChoice, ...]  # the best choice of each requested batch size
 
     def __repr__(self) -> str:
         return formatting.plain_text(_what_if_table(self))

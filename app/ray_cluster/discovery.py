@@ -145,19 +145,12 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeType:
-    """A kind of node that the cluster may start.
+    """A kind of node that the cluster may start."""
 
-    Attributes:
-        name: as the cluster's file has it.
-        most: of them at once.
-        resources: of each, by Ray's names.
-        labels: likewise.
-    """
-
-    name: str
-    most: int
-    resources: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as the cluster's file has it
+    most: int  # of them at once
+    resources: Mapping[str, float]  # of each, by Ray's names
+    labels: Mapping[str, str] = field(default_factory=dict)  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,17 +284,11 @@ def _of_kubernetes(name: str, namespace: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingNodes:
-    """Nodes on their way, by type, and why some do not come.
+    """Nodes on their way, by type, and why some do not come."""
 
-    Attributes:
-        asked: that the provider was asked for.
-        booting: that it gave, and that are set up.
-        refused: what it said of those it did not give.
-    """
-
-    asked: Mapping[str, int] = field(default_factory=dict)
-    booting: Mapping[str, int] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
+    asked: Mapping[str, int] = field(default_factory=dict)  # that the provider was asked for
+    booting: Mapping[str, int] = field(default_factory=dict)  # that it gave, and that are set up
+    refused: tuple[str, ...] = ()  # what it said of those it did not give
 
     def __str__(self) -> str:
         """`2 nodes (1 gpu asked for, 1 gpu booting); none came for gpu: InsufficientInstanceCapacity`."""

@@ -54,26 +54,18 @@ class OutputLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressFigures:
-    """The figures of the progress bar. NaN where nothing was measured yet in this session.
-
-    Attributes:
-        epoch: from 1 to `epochs`.
-        loss: mean of the last steps.
-        samples_per_s: of the last steps.
-        wait_share: share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers.
-        left_s: remaining time at the rate of this session, with evaluations and checkpoints.
-        activity: what the run does instead of training steps; empty while it trains.
-    """
+    """The figures of the progress bar. NaN where nothing was measured yet in this session."""
 
     step: int = 0
     total: int = 0
-    epoch: int = 1
+    epoch: int = 1  # from 1 to `epochs`
     epochs: int = 1
-    loss: float = math.nan
-    samples_per_s: float = math.nan
+    loss: float = math.nan  # mean of the last steps
+    samples_per_s: float = math.nan  # of the last steps
+    # share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers
     wait_share: float = math.nan
-    left_s: float = math.nan
-    activity: str = ""
+    left_s: float = math.nan  # remaining time at the rate of this session, with evaluations and checkpoints
+    activity: str = ""  # what the run does instead of training steps; empty while it trains
 
     def text(self) -> str:
         """Return the figures as one line."""

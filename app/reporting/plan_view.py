@@ -225,15 +225,11 @@ _CoordinateBox = tuple[tuple[int, ...], ...]  # all points whose coordinates are
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
-    """The ranks of a plan on nodes.
+    """The ranks of a plan on nodes."""
 
-    Attributes:
-        columns: `node`, `ranks`, and the mesh dimensions larger than 1; for a plan with servers, `node` and the roles.
-        rows: cells; nodes with the same part of each replica are one row.
-    """
-
+    # `node`, `ranks`, and the mesh dimensions larger than 1; for a plan with servers, `node` and the roles
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[str, ...], ...]  # cells; nodes with the same part of each replica are one row
 
 
 def planned_nodes(plan: Plan, cluster: Cluster) -> dict[str, str]:

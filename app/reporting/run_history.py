@@ -228,13 +228,9 @@ _ANYWHERE = frozenset({"forward", "backward"})  # compute, and communication dur
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """One part of a step. Its seconds are None where they were not predicted, or not measured.
+    """One part of a step. Its seconds are None where they were not predicted, or not measured."""
 
-    Attributes:
-        name: the predicted terms and the measured phases of this part.
-    """
-
-    name: str
+    name: str  # the predicted terms and the measured phases of this part
     predicted_s: float | None = None
     measured_s: float | None = None
     note: str = ""

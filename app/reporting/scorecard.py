@@ -16,72 +16,53 @@ _UNITS = {"classification": "samples", "multi_label": "labels", "language_model"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelScore:
-    """The scores of one model.
-
-    Attributes:
-        metrics: the metrics of the student's job for this model's outputs; `loss` is the loss against labels.
-        scores: `top-1` (accuracy), `NLL` (nats) and `ECE` of units; `RMSE` and `R2` in regression.
-        reliability: for each bin of confidence its mean, the accuracy and the share of all units.
-        parameters: number of parameters; 0 where it is not known, as of several teachers together.
-        latency_s: seconds of a call, by number of rows; empty where it was not measured.
-        soft: for each true class shown, the mean probabilities of the classes shown.
-    """
+    """The scores of one model."""
 
     name: str
     student: bool
+    # the metrics of the student's job for this model's outputs; `loss` is the loss against labels
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # `top-1` (accuracy), `NLL` (nats) and `ECE` of units; `RMSE` and `R2` in regression
     scores: Mapping[str, float] = field(default_factory=dict)
+    # for each bin of confidence its mean, the accuracy and the share of all units
     reliability: list[list[float]] = field(default_factory=list)
-    parameters: int = 0
+    parameters: int = 0  # number of parameters; 0 where it is not known, as of several teachers together
     size_bytes: int = 0
+    # seconds of a call, by number of rows; empty where it was not measured
     latency_s: Mapping[str, float] = field(default_factory=dict)
+    # for each true class shown, the mean probabilities of the classes shown
     soft: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudentTeacherScore:
-    """A student compared with one of its teachers.
-
-    Attributes:
-        scores: `agreement` (share of units with equal predictions) and `KL` (teacher || student, nats, at temperature
-            1); `RMSE between` in regression.
-        kept: the student's main score as a share of the teacher's; None where it has no meaning.
-    """
+    """A student compared with one of its teachers."""
 
     student: str
     teacher: str
+    # `agreement` (share of units with equal predictions) and `KL` (teacher || student, nats, at temperature 1); `RMSE
+    # between` in regression
     scores: Mapping[str, float] = field(default_factory=dict)
-    kept: float | None = None
+    kept: float | None = None  # the student's main score as a share of the teacher's; None where it has no meaning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
-    """Scores of students and teachers on the evaluation set.
+    """Scores of students and teachers on the evaluation set."""
 
-    Attributes:
-        kind: kind of the loss, which decides what a unit is.
-        units: weighted number of samples, labels or tokens.
-        step: step of the run at which the students were evaluated.
-        tokens: tokens of a row; 1 where a row is one unit.
-        device: device on which latencies were measured.
-        classes: the classes in the chart of soft targets.
-        commonest: the most frequent class and its share; None where there are no classes.
-        marks: scores of the students, then of the teachers, last of all teachers together where there are several.
-        notes: what could not be evaluated, and why.
-    """
-
-    kind: str
+    kind: str  # kind of the loss, which decides what a unit is
     rows: int
     of_rows: int
-    units: float
-    step: int = 0
-    tokens: int = 1
-    device: str = ""
-    classes: list[int] = field(default_factory=list)
-    commonest: list[float] | None = None
+    units: float  # weighted number of samples, labels or tokens
+    step: int = 0  # step of the run at which the students were evaluated
+    tokens: int = 1  # tokens of a row; 1 where a row is one unit
+    device: str = ""  # device on which latencies were measured
+    classes: list[int] = field(default_factory=list)  # the classes in the chart of soft targets
+    commonest: list[float] | None = None  # the most frequent class and its share; None where there are no classes
+    # scores of the students, then of the teachers, last of all teachers together where there are several
     marks: list[ModelScore] = field(default_factory=list)
     pairs: list[StudentTeacherScore] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be evaluated, and why
     seconds: float = 0.0
 
     @classmethod

@@ -64,46 +64,29 @@ _MAIN = "from trainwright.runtime.function_trial import main; main()"
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTask:
-    """What the other process tries.
-
-    Attributes:
-        train: the first rows of the training set.
-        evaluate: of the evaluation set; None where there is none.
-        total_steps: of the run.
-    """
+    """What the other process tries."""
 
     job: Job
-    train: Batch
-    evaluate: Batch | None
-    total_steps: int
+    train: Batch  # the first rows of the training set
+    evaluate: Batch | None  # of the evaluation set; None where there is none
+    total_steps: int  # of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Retry:
-    """A trial that is asked for.
+    """A trial that is asked for."""
 
-    Attributes:
-        rows: that the functions are tried on; 0 for those of the task.
-        layout: data ranks and micro-batches of the plan.
-    """
-
-    rows: int = 0
-    layout: tuple[int, int] = (2, 1)
+    rows: int = 0  # that the functions are tried on; 0 for those of the task
+    layout: tuple[int, int] = (2, 1)  # data ranks and micro-batches of the plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightResult:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        error: of the job's; None where nothing was wrong.
-        divided: of a loss that depends on how the batch is divided, for plans that do so.
-        untried: why nothing can be said, or not of everything.
-    """
-
-    error: TrainwrightError | None = None
-    divided: TrainwrightError | None = None
-    untried: str = ""
+    error: TrainwrightError | None = None  # of the job's; None where nothing was wrong
+    divided: TrainwrightError | None = None  # of a loss that depends on how the batch is divided, for plans that do so
+    untried: str = ""  # why nothing can be said, or not of everything
 
 
 class Preflight:

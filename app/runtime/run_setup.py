@@ -47,19 +47,13 @@ from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """A prepared job with its plan, and what the driver and the workers get of them.
-
-    Attributes:
-        room: placement of the workers; None for placement groups of Ray.
-        layouts: plans by number of workers; None if one plan fits any number.
-        schedule: order of the run's samples.
-    """
+    """A prepared job with its plan, and what the driver and the workers get of them."""
 
     prepared: PreparedJob
     decision: Decision
-    room: WorkerPlacement | None = None
-    layouts: PlanSelector | None = field(init=False)
-    schedule: StepSchedule = field(init=False)
+    room: WorkerPlacement | None = None  # placement of the workers; None for placement groups of Ray
+    layouts: PlanSelector | None = field(init=False)  # plans by number of workers; None if one plan fits any number
+    schedule: StepSchedule = field(init=False)  # order of the run's samples
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", _alternatives(self.prepared, self.decision))

@@ -56,34 +56,23 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """Facts of a process that is up.
-
-    Attributes:
-        node_id: Ray's id of the node.
-        accelerators: ids of those that Ray gave it.
-        trouble: why it cannot be a standby.
-    """
+    """Facts of a process that is up."""
 
     node: str
-    node_id: str
+    node_id: str  # Ray's id of the node
     pid: int
-    accelerators: tuple[str, ...] = ()
-    trouble: str = ""
+    accelerators: tuple[str, ...] = ()  # ids of those that Ray gave it
+    trouble: str = ""  # why it cannot be a standby
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSlot:
-    """The place of a worker process in the run.
-
-    Attributes:
-        slot: slot whose bundle it holds; None for a warm standby.
-        run: the run's name in the cluster.
-        lent: ids of accelerators that another process holds for it; None if Ray gives the process its own.
-    """
+    """The place of a worker process in the run."""
 
     worker: int
-    slot: int | None
-    run: str
+    slot: int | None  # slot whose bundle it holds; None for a warm standby
+    run: str  # the run's name in the cluster
+    # ids of accelerators that another process holds for it; None if Ray gives the process its own
     lent: tuple[str, ...] | None = None
 
 

@@ -33,53 +33,35 @@ from trainwright.strategies.ps.update_applier import UpdateAdmission
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A hypothetical cluster and its work.
+    """A hypothetical cluster and its work."""
 
-    Attributes:
-        consistency: how far workers may be apart.
-        workers, servers: how many.
-        parameter_bytes: of the model.
-        batch_size: global, in samples.
-        steps: global ones.
-        compute_s: that a unit of one step takes a worker of usual speed.
-        spread: standard deviation of the logarithm of each unit's own time.
-        between_s: that a worker takes from a push to its next pull beside messages: to have its next batch.
-        unequal: of each worker's usual time.
-        slow: worker numbers from 0 on, as many as there are factors by which they take longer.
-        worker_bytes_per_s, server_bytes_per_s: of their links, one direction.
-        latency_s: of a message, one way.
-        update_bytes_per_s: of a server's memory, in its updates.
-        failures_per_hour: deaths of each worker; it is back after `recover_s`.
-        server_failures_per_hour: deaths of each server; all go back to their last copy, and on after `recover_s`.
-        recover_s: see there.
-        copy_s: between two copies of the servers' state.
-        wire, local_steps, outer: as in `Job`.
-        seed: of everything random.
-    """
-
-    consistency: Consistency = field(default_factory=Consistency)
+    consistency: Consistency = field(default_factory=Consistency)  # how far workers may be apart
+    # workers, servers: how many
     workers: int = 8
     servers: int = 1
-    parameter_bytes: float = 1e8
-    batch_size: int = 512
-    steps: int = 200
-    compute_s: float = 0.1
-    spread: float = 0.05
-    between_s: float = 0.0
-    unequal: float = 0.0
-    slow: tuple[float, ...] = ()
+    parameter_bytes: float = 1e8  # of the model
+    batch_size: int = 512  # global, in samples
+    steps: int = 200  # global ones
+    compute_s: float = 0.1  # that a unit of one step takes a worker of usual speed
+    spread: float = 0.05  # standard deviation of the logarithm of each unit's own time
+    between_s: float = 0.0  # that a worker takes from a push to its next pull beside messages: to have its next batch
+    unequal: float = 0.0  # of each worker's usual time
+    slow: tuple[float, ...] = ()  # worker numbers from 0 on, as many as there are factors by which they take longer
+    # worker_bytes_per_s, server_bytes_per_s: of their links, one direction
     worker_bytes_per_s: float = 1.25e9
     server_bytes_per_s: float = 1.25e9
-    latency_s: float = 2e-4
-    update_bytes_per_s: float = 1e10
-    failures_per_hour: float = 0.0
+    latency_s: float = 2e-4  # of a message, one way
+    update_bytes_per_s: float = 1e10  # of a server's memory, in its updates
+    failures_per_hour: float = 0.0  # deaths of each worker; it is back after `recover_s`
+    # deaths of each server; all go back to their last copy, and on after `recover_s`
     server_failures_per_hour: float = 0.0
-    recover_s: float = 30.0
-    copy_s: float = 10.0
+    recover_s: float = 30.0  # see there
+    copy_s: float = 10.0  # between two copies of the servers' state
+    # wire, local_steps, outer: as in `Job`
     wire: GradientCompression = field(default_factory=GradientCompression)
     local_steps: int = 1
     outer: OuterOptimizer = field(default_factory=OuterOptimizer)
-    seed: int = 0
+    seed: int = 0  # of everything random
 
     def __post_init__(self) -> None:
         """Check the values. Raises PlanError for values that make no sense."""
@@ -114,31 +96,19 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """Figures of one scenario, in virtual seconds.
+    """Figures of one scenario, in virtual seconds."""
 
-    Attributes:
-        scenario: that was simulated.
-        seconds: until the last step was applied.
-        computed_s: that workers computed, all together, whatever became of it.
-        waited_s: that workers waited for others: for units and for parameters as fresh as they must be.
-        busy: part of the time that the busiest of a server's link in, link out and memory was at work.
-        busiest: which of these that was: `link in`, `link out` or `memory`.
-        staleness: of what was applied.
-        lost: workers' deaths; servers' deaths.
-        curve: (seconds, step, loss at each of `rates`), at most some hundred.
-        rates: learning rates that were tried.
-    """
-
-    scenario: Scenario
-    seconds: float
-    computed_s: float
-    waited_s: float
-    busy: float
-    busiest: str
-    staleness: StalenessCounts
-    lost: tuple[int, int] = (0, 0)
+    scenario: Scenario  # that was simulated
+    seconds: float  # until the last step was applied
+    computed_s: float  # that workers computed, all together, whatever became of it
+    waited_s: float  # that workers waited for others: for units and for parameters as fresh as they must be
+    busy: float  # part of the time that the busiest of a server's link in, link out and memory was at work
+    busiest: str  # which of these that was: `link in`, `link out` or `memory`
+    staleness: StalenessCounts  # of what was applied
+    lost: tuple[int, int] = (0, 0)  # workers' deaths; servers' deaths
+    # (seconds, step, loss at each of `rates`), at most some hundred
     curve: tuple[tuple[float, int, tuple[float, ...]], ...] = ()
-    rates: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()  # learning rates that were tried
 
     @property
     def steps_per_s(self) -> float:

@@ -44,20 +44,13 @@ _MEMORY: dict[str, MemoryStore] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long the operations of a store are retried.
+    """How long the operations of a store are retried."""
 
-    Attributes:
-        connect_s: time limit of one connection attempt.
-        silence_s: time limit for the next bytes of one request.
-        request_s: time limit of one request, its data included.
-        total_s: a failed operation is not retried later than this after its start; until then it is.
-        slowest_bytes_s: bytes per second. A large file gets the time of one part at this rate on top of `total_s`.
-    """
-
-    connect_s: float = 5.0
-    silence_s: float = 20.0
-    request_s: float = 600.0
-    total_s: float = 30.0
+    connect_s: float = 5.0  # time limit of one connection attempt
+    silence_s: float = 20.0  # time limit for the next bytes of one request
+    request_s: float = 600.0  # time limit of one request, its data included
+    total_s: float = 30.0  # a failed operation is not retried later than this after its start; until then it is
+    # bytes per second. A large file gets the time of one part at this rate on top of `total_s`.
     slowest_bytes_s: float = 256 << 10
 
 

@@ -48,20 +48,14 @@ def boottime_s() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Facts about a driver's process. Empty or 0 where the platform does not provide them.
-
-    Attributes:
-        namespace: namespace of process ids; in another one the same id means another process.
-        started: when the process started, in the kernel's clock ticks since boot.
-        ray_job: Ray's id of the job; empty outside of one.
-    """
+    """Facts about a driver's process. Empty or 0 where the platform does not provide them."""
 
     host: str = ""
     boot: str = ""
-    namespace: str = ""
+    namespace: str = ""  # namespace of process ids; in another one the same id means another process
     pid: int = 0
-    started: int = 0
-    ray_job: str = ""
+    started: int = 0  # when the process started, in the kernel's clock ticks since boot
+    ray_job: str = ""  # Ray's id of the job; empty outside of one
 
     @classmethod
     def here(cls, *, ray_job: str = "") -> Owner:
@@ -290,26 +284,17 @@ Outcome = Literal["", "done", "stopped", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogEntry:
-    """One entry. It contains the complete state of the run after it.
+    """One entry. It contains the complete state of the run after it."""
 
-    Attributes:
-        number: from 1, without gaps.
-        token: number of the acquire entry of the driver that wrote this entry.
-        time_s: seconds since the epoch on that driver's clock; only for messages.
-        checkpoints: the retained ones, each the parent of the next, newest last.
-        outcome: of the last release; empty while a driver owns the run.
-        nonce: a random number by which a writer recognizes its own entry.
-    """
-
-    number: int
+    number: int  # from 1, without gaps
     kind: _EntryKind
-    token: int
-    time_s: float
+    token: int  # number of the acquire entry of the driver that wrote this entry
+    time_s: float  # seconds since the epoch on that driver's clock; only for messages
     job: Mapping[str, Any] = field(default_factory=dict)
-    checkpoints: tuple[CheckpointRef, ...] = ()
-    outcome: Outcome = ""
+    checkpoints: tuple[CheckpointRef, ...] = ()  # the retained ones, each the parent of the next, newest last
+    outcome: Outcome = ""  # of the last release; empty while a driver owns the run
     owner: Owner = field(default_factory=Owner)
-    nonce: str = ""
+    nonce: str = ""  # a random number by which a writer recognizes its own entry
 
     @property
     def owned(self) -> bool:

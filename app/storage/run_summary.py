@@ -245,30 +245,20 @@ def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One completed step; in a long run also several older steps with sums of samples and seconds, and means.
+    """One completed step; in a long run also several older steps with sums of samples and seconds, and means."""
 
-    Attributes:
-        step: number of the step, from 1; the last of several.
-        epoch: from 1.
-        generation: rendezvous epoch in which the step was made, within its driver.
-        gradient_norm: global norm before clipping; None when the job does not clip.
-        samples: real samples in the global batch.
-        wait_s: part of it that waited for data; NaN where it is not reported (`core.events.Steps`).
-        typical_s: duration of one of the steps, for medians.
-        logged: values of `tw.log` by name; NaN where the step did not log it.
-    """
-
-    step: int
-    epoch: int
+    step: int  # number of the step, from 1; the last of several
+    epoch: int  # from 1
     loss: float
     learning_rate: float
-    gradient_norm: float | None
-    samples: int
+    gradient_norm: float | None  # global norm before clipping; None when the job does not clip
+    samples: int  # real samples in the global batch
     step_s: float
-    wait_s: float
-    generation: int
+    wait_s: float  # part of it that waited for data; NaN where it is not reported (`core.events.Steps`)
+    generation: int  # rendezvous epoch in which the step was made, within its driver
     count: int
-    typical_s: float
+    typical_s: float  # duration of one of the steps, for medians
+    # values of `tw.log` by name; NaN where the step did not log it
     logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -297,23 +287,14 @@ class _RecoveryRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeTotals:
-    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
+    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`."""
 
-    Attributes:
-        wall_s: all sessions; time between two sessions is not counted.
-        computing_s: steps that count, without waiting for data where that is reported.
-        data_s: waiting for data in steps that count.
-        start_s: from acquiring the run to the first rendezvous, in every session.
-        recovery_s: from each failure to the next rendezvous, and repeated steps.
-        checkpoint_s: time that steps waited for checkpoints and in-memory checkpoints.
-    """
-
-    wall_s: float = 0.0
-    computing_s: float = 0.0
-    data_s: float = 0.0
-    start_s: float = 0.0
-    recovery_s: float = 0.0
-    checkpoint_s: float = 0.0
+    wall_s: float = 0.0  # all sessions; time between two sessions is not counted
+    computing_s: float = 0.0  # steps that count, without waiting for data where that is reported
+    data_s: float = 0.0  # waiting for data in steps that count
+    start_s: float = 0.0  # from acquiring the run to the first rendezvous, in every session
+    recovery_s: float = 0.0  # from each failure to the next rendezvous, and repeated steps
+    checkpoint_s: float = 0.0  # time that steps waited for checkpoints and in-memory checkpoints
     evaluation_s: float = 0.0
     other_s: float = 0.0
 

@@ -19,17 +19,12 @@ class MissingFile(StorageError):
 
 @dataclass(frozen=True)
 class _ErrorCause:
-    """The cause of a store error.
-
-    Attributes:
-        certain: a write with this error certainly did nothing, and a retry would fail too.
-        passing: the error may pass by itself, so a retry may succeed.
-    """
+    """The cause of a store error."""
 
     what: str
     remedy: str
-    certain: bool = False
-    passing: bool = False
+    certain: bool = False  # a write with this error certainly did nothing, and a retry would fail too
+    passing: bool = False  # the error may pass by itself, so a retry may succeed
 
 
 _FULL = _ErrorCause("no space left on the device or in its quota", "free space or give another storage=", certain=True)

@@ -47,13 +47,10 @@ _WITH_USER = re.compile(r"\b([a-z][a-z0-9+]*)://[^/\s'\"@]*:[^/\s'\"]*@")  # abf
 
 @dataclass(frozen=True, kw_only=True)
 class JobCredentials:
-    """Credentials for the environment of a job's processes. Its repr shows names only.
-
-    Attributes:
-        files: contents of files by the variable that holds their path.
-    """
+    """Credentials for the environment of a job's processes. Its repr shows names only."""
 
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # contents of files by the variable that holds their path
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property

@@ -187,38 +187,25 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions:
-    """Options of the command line.
-
-    Attributes:
-        overrides: `field=value`, including those of `--strategy` and `--workers`.
-        fit_options: options to pass to `fit`: `--resume`, `--fresh`, `--verbose`.
-        env: names of additional variables to send.
-        credentials: whether to send credentials of storage.
-        folder: to pack; None for the folder of the file.
-    """
+    """Options of the command line."""
 
     file: str
-    overrides: tuple[str, ...] = ()
-    fit_options: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
-    credentials: bool = True
-    folder: str | None = None
+    overrides: tuple[str, ...] = ()  # `field=value`, including those of `--strategy` and `--workers`
+    fit_options: tuple[str, ...] = ()  # options to pass to `fit`: `--resume`, `--fresh`, `--verbose`
+    env: tuple[str, ...] = ()  # names of additional variables to send
+    credentials: bool = True  # whether to send credentials of storage
+    folder: str | None = None  # to pack; None for the folder of the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job or a distillation to submit.
-
-    Attributes:
-        command: `fit` or `distill`.
-        schemes: kinds of object storage that the job uses.
-    """
+    """A job or a distillation to submit."""
 
     options: SubmitOptions
-    command: str
+    command: str  # `fit` or `distill`
     run: str
     storage: str
-    schemes: tuple[str, ...]
+    schemes: tuple[str, ...]  # kinds of object storage that the job uses
 
     @property
     def metadata(self) -> SubmissionMetadata:
@@ -303,17 +290,12 @@ _RUN, _STORAGE, _DIGEST, _FRESH = (f"trainwright_{word}" for word in ("run", "st
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionMetadata:
-    """Metadata of a submission in Ray, which identify its run; they contain no secret.
-
-    Attributes:
-        digest: of the job file and its overrides.
-        fresh: whether it starts the run from the beginning.
-    """
+    """Metadata of a submission in Ray, which identify its run; they contain no secret."""
 
     run: str
     storage: str
-    digest: str
-    fresh: bool = False
+    digest: str  # of the job file and its overrides
+    fresh: bool = False  # whether it starts the run from the beginning
 
     def as_mapping(self) -> dict[str, str]:
         """Return the metadata in Ray's form."""
@@ -423,20 +405,14 @@ _SHOWN = 8  # names of files, in a line
 
 @dataclass(frozen=True, kw_only=True)
 class PackageContents:
-    """Contents of a package.
-
-    Attributes:
-        left_out: entries of the folder that are not packed.
-        credentials: files that are not packed because their names suggest credentials.
-        links: files that are not packed because they are links out of the folder.
-    """
+    """Contents of a package."""
 
     folder: Path
     files: tuple[str, ...]
     sizes: tuple[int, ...]
-    left_out: tuple[str, ...] = ()
-    credentials: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # entries of the folder that are not packed
+    credentials: tuple[str, ...] = ()  # files that are not packed because their names suggest credentials
+    links: tuple[str, ...] = ()  # files that are not packed because they are links out of the folder
 
     @property
     def size_bytes(self) -> int:

@@ -22,46 +22,32 @@ from trainwright.core.redaction import redact
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run that a tracker records.
+    """The run that a tracker records."""
 
-    Attributes:
-        name: name of the run.
-        id: identity of the tracker's record: the same for every driver that continues the run, another one after
-            `--fresh`. It has letters, digits, dots, dashes and underscores.
-        total_steps: steps of the whole run.
-    """
-
-    name: str
+    name: str  # name of the run
+    # identity of the tracker's record: the same for every driver that continues the run, another one after `--fresh`.
+    # It has letters, digits, dots, dashes and underscores.
     id: str
-    total_steps: int
+    total_steps: int  # steps of the whole run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The values of one step, with names as in TensorBoard, or the metrics of one evaluation.
+    """The values of one step, with names as in TensorBoard, or the metrics of one evaluation."""
 
-    Attributes:
-        step: completed steps, counted from 1.
-        time_s: seconds since the epoch.
-        values: such as `train/loss`, `train/learning_rate`, `speed/samples_per_s`, `evaluation/accuracy`; all finite.
-    """
-
-    step: int
-    time_s: float
+    step: int  # completed steps, counted from 1
+    time_s: float  # seconds since the epoch
+    # such as `train/loss`, `train/learning_rate`, `speed/samples_per_s`, `evaluation/accuracy`; all finite
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How the session of a driver ended.
+    """How the session of a driver ended."""
 
-    Attributes:
-        state: `done`, `stopped` or `failed`; also `failed` where the driver did not report an end.
-        links: URIs of the `folder`, the `report`, and the newest `checkpoint` where there is one.
-    """
-
+    # `done`, `stopped` or `failed`; also `failed` where the driver did not report an end
     state: Literal["done", "stopped", "failed"]
-    links: Mapping[str, str]
+    links: Mapping[str, str]  # URIs of the `folder`, the `report`, and the newest `checkpoint` where there is one
 
 
 class Tracker(Protocol):

@@ -229,17 +229,13 @@ _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """One metric.
-
-    Attributes:
-        kind: a gauge is the current value, a counter only grows, a histogram counts values by size.
-        labels: in addition to those of every metric.
-    """
+    """One metric."""
 
     name: str
+    # a gauge is the current value, a counter only grows, a histogram counts values by size
     kind: Literal["gauge", "counter", "histogram"]
     text: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # in addition to those of every metric
 
     @property
     def full_name(self) -> str:

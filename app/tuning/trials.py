@@ -30,15 +30,10 @@ _MOST_BROKEN = 3  # trials that fail before any trial is evaluated: then the job
 
 @dataclass(frozen=True, kw_only=True)
 class SearchMetric:
-    """The metric by which runs are compared.
+    """The metric by which runs are compared."""
 
-    Attributes:
-        name: of an evaluation, `loss` or one of the job's metrics.
-        largest: whether larger is better.
-    """
-
-    name: str
-    largest: bool
+    name: str  # of an evaluation, `loss` or one of the job's metrics
+    largest: bool  # whether larger is better
 
     @classmethod
     def parse(cls, text: str) -> Self:

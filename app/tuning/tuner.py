@@ -46,23 +46,14 @@ _NONE_EVALUATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run of a search.
+    """One run of a search."""
 
-    Attributes:
-        job: of the run; `tw.load_model(trial.job)` loads its model.
-        params: the setting, by the names of the search space.
-        value: the metric at the newest evaluation; NaN without one.
-        step: of that evaluation; 0 without one.
-        state: `done`, `stopped` (early, by the scheduler) or `failed`.
-        error: of a failed trial.
-    """
-
-    job: Job
-    params: _Params
-    value: float
-    step: int
-    state: str
-    error: str = ""
+    job: Job  # of the run; `tw.load_model(trial.job)` loads its model
+    params: _Params  # the setting, by the names of the search space
+    value: float  # the metric at the newest evaluation; NaN without one
+    step: int  # of that evaluation; 0 without one
+    state: str  # `done`, `stopped` (early, by the scheduler) or `failed`
+    error: str = ""  # of a failed trial
 
     @property
     def run(self) -> str:
@@ -72,15 +63,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult:
-    """What a search found. Prints as a table.
+    """What a search found. Prints as a table."""
 
-    Attributes:
-        metric: by which trials are compared.
-        trials: all, in the order in which their settings were drawn.
-    """
-
-    metric: SearchMetric
-    trials: tuple[Trial, ...]
+    metric: SearchMetric  # by which trials are compared
+    trials: tuple[Trial, ...]  # all, in the order in which their settings were drawn
 
     @property
     def best(self) -> Trial:

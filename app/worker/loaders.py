@@ -24,18 +24,13 @@ from trainwright.worker.worker_config import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RankStreams:
-    """Opens streams for any data ranks.
-
-    Attributes:
-        accumulation: micro-batches of a data rank, for evaluation too, so that it takes no more memory.
-        static_shapes: see `core.group.Capabilities`.
-        quarantine, evaluate_quarantine: take unreadable samples, if the job skips them.
-    """
+    """Opens streams for any data ranks."""
 
     job: Job
     order: WorkerConfig
-    accumulation: int
-    static_shapes: bool
+    accumulation: int  # micro-batches of a data rank, for evaluation too, so that it takes no more memory
+    static_shapes: bool  # see `core.group.Capabilities`
+    # quarantine, evaluate_quarantine: take unreadable samples, if the job skips them
     quarantine: Quarantine
     evaluate_quarantine: Quarantine
 

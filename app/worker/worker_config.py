@@ -107,34 +107,22 @@ def _sources(job: Job) -> dict[str, tuple[str, bytes]]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """All that a fresh process needs to take part.
+    """All that a fresh process needs to take part."""
 
-    Attributes:
-        job: the pickled job.
-        run: name of the run in the store at `storage`.
-        train: index of the training set, made once by the driver.
-        evaluate: index of the evaluation set.
-        outputs: names of the model's outputs that `predict` gives; empty gives all.
-        identity: of job, data and plan: a driver takes over processes of its own alone.
-        preemption_s: that a process lives on after a preemption notice.
-        fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
-        row: one of the training set, where a worker should not open what computes it.
-        weights: opened files of `initial_weights`; None where a checkpoint brings all weights.
-    """
-
-    job: bytes
+    job: bytes  # the pickled job
     plan: Plan
     storage: str
-    run: str
-    train: Index
-    evaluate: Index | None = None
-    outputs: tuple[str, ...] = ()
-    identity: str = ""
-    preemption_s: float = 25.0
+    run: str  # name of the run in the store at `storage`
+    train: Index  # index of the training set, made once by the driver
+    evaluate: Index | None = None  # index of the evaluation set
+    outputs: tuple[str, ...] = ()  # names of the model's outputs that `predict` gives; empty gives all
+    identity: str = ""  # of job, data and plan: a driver takes over processes of its own alone
+    preemption_s: float = 25.0  # that a process lives on after a preemption notice
+    # delivers heavy transforms through Ray Data; None when the workers read for themselves
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
-    row: Batch | None = None
-    weights: WeightSource | None = None
+    row: Batch | None = None  # one of the training set, where a worker should not open what computes it
+    weights: WeightSource | None = None  # opened files of `initial_weights`; None where a checkpoint brings all weights
 
     def first_row(self, job: Job) -> Batch:
         """Return a row of the training set."""

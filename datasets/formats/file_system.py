@@ -22,15 +22,10 @@ UNPACKED_BYTES = 256 << 20
 
 
 class RandomAccessFile(Protocol):
-    """A file whose bytes can be read from anywhere.
+    """A file whose bytes can be read from anywhere."""
 
-    Attributes:
-        file: its path.
-        size_bytes: of its content, unpacked.
-    """
-
-    file: str
-    size_bytes: int
+    file: str  # its path
+    size_bytes: int  # of its content, unpacked
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes start..stop, all of them. Raises DataError."""

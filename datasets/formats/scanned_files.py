@@ -83,16 +83,11 @@ class FileFormat(ABC):
     """How the files of one format are read. Frozen and picklable.
 
     Each column has a trait, what the first pass finds out about it; in some formats a text.
-
-    Attributes:
-        name: of the format, for messages.
-        call: name of the function that makes the source.
-        suffixes: of its files, in lower case.
     """
 
-    name: ClassVar[str]
-    call: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]]
+    name: ClassVar[str]  # of the format, for messages
+    call: ClassVar[str]  # name of the function that makes the source
+    suffixes: ClassVar[tuple[str, ...]]  # of its files, in lower case
 
     @abstractmethod
     def survey(self, data: RandomAccessFile) -> FileSurvey:

@@ -267,17 +267,12 @@ class FlatMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Sequences of tokens, laid end to end and cut to one length; no sequence spans two row groups.
+    """Sequences of tokens, laid end to end and cut to one length; no sequence spans two row groups."""
 
-    Attributes:
-        column: of arrays of tokens, one document a row.
-        length: of a packed sequence, in tokens.
-        split: whether a document may go on in the next sequence; otherwise one that does not fit begins a new
-            sequence, and one longer than `length` is cut.
-    """
-
-    column: str
-    length: int
+    column: str  # of arrays of tokens, one document a row
+    length: int  # of a packed sequence, in tokens
+    # whether a document may go on in the next sequence; otherwise one that does not fit begins a new sequence, and
+    # one longer than `length` is cut
     split: bool = True
     word: str = "pack"
 

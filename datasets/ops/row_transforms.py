@@ -308,19 +308,14 @@ END = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenize:
-    """f(columns) -> columns with the tokens of each text instead of it: arrays (tokens,) of int32, one a row.
+    """f(columns) -> columns with the tokens of each text instead of it: arrays (tokens,) of int32, one a row."""
 
-    Attributes:
-        tokenizer: None for the bytes of UTF-8; a name for `transformers.AutoTokenizer`; a tokeniser of `transformers`
-            or `tokenizers`; or any function from text to a list of token numbers.
-        column: of the text.
-        to: the column of the tokens.
-        end: token that ends each document; None adds none; `auto` is the tokeniser's own `eos_token_id`, if it has one.
-    """
-
+    # None for the bytes of UTF-8; a name for `transformers.AutoTokenizer`; a tokeniser of `transformers` or
+    # `tokenizers`; or any function from text to a list of token numbers
     tokenizer: Any = None
-    column: str = "text"
-    to: str = "tokens"
+    column: str = "text"  # of the text
+    to: str = "tokens"  # the column of the tokens
+    # token that ends each document; None adds none; `auto` is the tokeniser's own `eos_token_id`, if it has one
     end: int | Literal["auto"] | None = "auto"
 
     def __call__(self, columns: Arrays) -> Arrays:

@@ -28,16 +28,12 @@ class UserCode(ABC):
     Args:
         what: the code that runs, such as `model()`; the subject of the error's sentence.
         where: the rank.
-
-    Attributes:
-        libraries: folders whose frames are not the user's.
-        out_of_memory: exception that the framework raises without memory.
     """
 
     __slots__ = ("what", "where")
 
-    libraries: ClassVar[tuple[str, ...]]
-    out_of_memory: ClassVar[type[BaseException]]
+    libraries: ClassVar[tuple[str, ...]]  # folders whose frames are not the user's
+    out_of_memory: ClassVar[type[BaseException]]  # exception that the framework raises without memory
 
     def __init__(self, what: str, where: str) -> None:
         self.what, self.where = what, where

@@ -165,27 +165,18 @@ def _bubble(work: StepWork) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The seconds of a step's parts; vectors are by stage unless stated otherwise.
+    """The seconds of a step's parts; vectors are by stage unless stated otherwise."""
 
-    Attributes:
-        forward, backward: of one micro-batch in each section, with tensor parallelism's reductions.
-        recompute: of forward, in backward; likewise by section.
-        send: of one message over each cut between sections.
-        gather: of ZeRO-3's collectives and of transfers from and to host memory, without what a micro-batch's compute
-            hides.
-        reduction: of gradients over the data ranks, once a step.
-        optimizer: once a step.
-        other: once a step, of all stages.
-    """
-
+    # forward, backward: of one micro-batch in each section, with tensor parallelism's reductions
     forward: Vector
     backward: Vector
-    recompute: Vector
-    send: Vector
+    recompute: Vector  # of forward, in backward; likewise by section
+    send: Vector  # of one message over each cut between sections
+    # of ZeRO-3's collectives and of transfers from and to host memory, without what a micro-batch's compute hides
     gather: float
-    reduction: Vector
-    optimizer: Vector
-    other: float
+    reduction: Vector  # of gradients over the data ranks, once a step
+    optimizer: Vector  # once a step
+    other: float  # once a step, of all stages
 
     def times(self, factor: float) -> StageTimes:
         """Return all times multiplied by a factor."""

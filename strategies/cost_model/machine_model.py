@@ -25,24 +25,15 @@ _NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the clust
 
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
-    """The devices of a cluster; where they differ, all wait for the slowest.
+    """The devices of a cluster; where they differ, all wait for the slowest."""
 
-    Attributes:
-        device: data sheet of the slowest.
-        per_node: devices of a node.
-        devices: number of devices of all nodes.
-        network_bytes_per_s: of one device, one direction.
-        host_bytes: a device's share of the host's memory; 0 where it is not known.
-        each: data sheet of each device, where they differ; else empty.
-        preemptible, steady: number of preemptible nodes, and of others.
-    """
-
-    device: Accelerator
-    per_node: int
-    devices: int
-    network_bytes_per_s: float
-    host_bytes: int = 0
-    each: tuple[Accelerator, ...] = ()
+    device: Accelerator  # data sheet of the slowest
+    per_node: int  # devices of a node
+    devices: int  # number of devices of all nodes
+    network_bytes_per_s: float  # of one device, one direction
+    host_bytes: int = 0  # a device's share of the host's memory; 0 where it is not known
+    each: tuple[Accelerator, ...] = ()  # data sheet of each device, where they differ; else empty
+    # preemptible, steady: number of preemptible nodes, and of others
     preemptible: int = 0
     steady: int = 0
 
@@ -153,15 +144,10 @@ def _cpu_machine(cluster: Cluster, ranks: int) -> MachineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that reduce together.
+    """Ranks that reduce together."""
 
-    Attributes:
-        size: number of ranks.
-        local: number of them on one node.
-    """
-
-    size: int
-    local: int
+    size: int  # number of ranks
+    local: int  # number of them on one node
 
     @property
     def nodes(self) -> int:

@@ -80,23 +80,15 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """Bytes of each distinct layer on one device. The optimizer runs after the activations are freed.
+    """Bytes of each distinct layer on one device. The optimizer runs after the activations are freed."""
 
-    Attributes:
-        states: parameters, gradients and optimizer state.
-        gradients: the part of `states` that is gradients.
-        update: working memory of the optimizer, for each number that it works with.
-        kept: activations of one micro-batch.
-        working: working memory of the layer; a stage needs that of its largest layer.
-        flight: micro-batches that each section keeps at once; where each stage has one section, never more than the
-            stage before it.
-    """
-
-    states: Vector
-    gradients: Vector
-    update: Vector
-    kept: Vector
-    working: Vector
+    states: Vector  # parameters, gradients and optimizer state
+    gradients: Vector  # the part of `states` that is gradients
+    update: Vector  # working memory of the optimizer, for each number that it works with
+    kept: Vector  # activations of one micro-batch
+    working: Vector  # working memory of the layer; a stage needs that of its largest layer
+    # micro-batches that each section keeps at once; where each stage has one section, never more than the stage
+    # before it
     flight: Vector
 
     def of_stages(self, counts: Vector, schedule: str, stages: int) -> Vector:

@@ -17,18 +17,13 @@ SPLIT_BACKWARD = frozenset({"zero_bubble", "zbv"})  # schedules whose backward i
 
 
 class Operation(NamedTuple):
-    """An operation of a stage on one micro-batch.
+    """An operation of a stage on one micro-batch."""
 
-    Attributes:
-        kind: `forward`; `backward`, or in split schedules `inputs`, the gradients that the stage before waits for, and
-            `weights`, the gradients of the parameters.
-        micro_batch: from 0.
-        chunk: of the stage.
-    """
-
+    # `forward`; `backward`, or in split schedules `inputs`, the gradients that the stage before waits for, and
+    # `weights`, the gradients of the parameters
     kind: OperationKind
-    micro_batch: int
-    chunk: int = 0
+    micro_batch: int  # from 0
+    chunk: int = 0  # of the stage
 
 
 def stage_operations(

@@ -15,21 +15,13 @@ _Fits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Memory of layers in a stage.
+    """Memory of layers in a stage."""
 
-    Attributes:
-        fixed_bytes: of each layer.
-        kept_bytes: of each layer and each micro-batch in flight.
-        working_bytes: of each layer; a stage needs that of its largest layer.
-        in_flight: micro-batches of each stage; never more than the stage before has.
-        room_bytes: of each stage.
-    """
-
-    fixed_bytes: Sequence[float]
-    kept_bytes: Sequence[float]
-    working_bytes: Sequence[float]
-    in_flight: Sequence[float]
-    room_bytes: float
+    fixed_bytes: Sequence[float]  # of each layer
+    kept_bytes: Sequence[float]  # of each layer and each micro-batch in flight
+    working_bytes: Sequence[float]  # of each layer; a stage needs that of its largest layer
+    in_flight: Sequence[float]  # micro-batches of each stage; never more than the stage before has
+    room_bytes: float  # of each stage
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -36,21 +36,15 @@ _OVERLAPPED_SENDS = "gpipe"  # sends while the next micro-batch is computed, see
 
 
 class Span(NamedTuple):
-    """An interval of a stage.
+    """An interval of a stage."""
 
-    Attributes:
-        stage: from 0.
-        kind: a `reduction` overlaps the others, which follow each other; `inputs` and `weights` are the halves of a
-            split backward; `gather` is the communication of ZeRO-3; `other` is the rest of a step.
-        micro_batch: from 0; None for what happens once a step.
-        chunk: of the stage; None for what happens once a step, except reductions.
-        begin_s, end_s: since the step began.
-    """
-
-    stage: int
+    stage: int  # from 0
+    # a `reduction` overlaps the others, which follow each other; `inputs` and `weights` are the halves of a split
+    # backward; `gather` is the communication of ZeRO-3; `other` is the rest of a step
     kind: SpanKind
-    micro_batch: int | None
-    chunk: int | None
+    micro_batch: int | None  # from 0; None for what happens once a step
+    chunk: int | None  # of the stage; None for what happens once a step, except reductions
+    # begin_s, end_s: since the step began
     begin_s: float
     end_s: float
 
@@ -62,17 +56,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The timeline of one step; of a pipeline that does not drain, a window as long as a step, with parts of two.
+    """The timeline of one step; of a pipeline that does not drain, a window as long as a step, with parts of two."""
 
-    Attributes:
-        lanes: of each stage, its spans in order without gaps: compute, sends and idle time.
-        reductions: of each stage's gradients, which overlap its lane.
-        step_s: end of the last stage.
-    """
-
-    lanes: tuple[tuple[Span, ...], ...]
-    reductions: tuple[tuple[Span, ...], ...]
-    step_s: float
+    lanes: tuple[tuple[Span, ...], ...]  # of each stage, its spans in order without gaps: compute, sends and idle time
+    reductions: tuple[tuple[Span, ...], ...]  # of each stage's gradients, which overlap its lane
+    step_s: float  # end of the last stage
 
     def share(self, kind: SpanKind) -> float:
         """Return the share of all stages' time that is spent in one kind."""

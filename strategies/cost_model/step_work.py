@@ -41,93 +41,54 @@ NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """The work of each distinct layer, of one micro-batch on one rank, forward.
+    """The work of each distinct layer, of one micro-batch on one rank, forward."""
 
-    Attributes:
-        counts: (sections, layers): number of each layer in each section.
-        flops_s: seconds at the peak rate.
-        matmuls: matrix products.
-        weights_s: seconds of one pass over the parameters at the full memory bandwidth.
-        passes: further such passes that backward makes, over the gradients.
-        traffic_s: of all other operations, at the full memory bandwidth.
-        scores_s: the same for attention scores.
-        launches: operations.
-        reduced_bytes: of the all-reduces of tensor parallelism.
-        reductions: number of these all-reduces.
-        again: share of forward that backward recomputes.
-        regathered: share of forward's reductions that backward repeats to gather inputs.
-    """
-
-    counts: Vector
-    flops_s: Vector
-    matmuls: Vector
-    weights_s: Vector
-    passes: Vector
-    traffic_s: Vector
-    scores_s: Vector
-    launches: Vector
-    reduced_bytes: Vector
-    reductions: Vector
-    again: Vector
-    regathered: float
+    counts: Vector  # (sections, layers): number of each layer in each section
+    flops_s: Vector  # seconds at the peak rate
+    matmuls: Vector  # matrix products
+    weights_s: Vector  # seconds of one pass over the parameters at the full memory bandwidth
+    passes: Vector  # further such passes that backward makes, over the gradients
+    traffic_s: Vector  # of all other operations, at the full memory bandwidth
+    scores_s: Vector  # the same for attention scores
+    launches: Vector  # operations
+    reduced_bytes: Vector  # of the all-reduces of tensor parallelism
+    reductions: Vector  # number of these all-reduces
+    again: Vector  # share of forward that backward recomputes
+    regathered: float  # share of forward's reductions that backward repeats to gather inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateWork:
-    """The work on parameters, gradients and optimizer state.
+    """The work on parameters, gradients and optimizer state."""
 
-    Attributes:
-        parameters: of each stage, on one rank.
-        gradient_bytes: of each stage, on one rank.
-        update_s: of the optimizer at the full memory bandwidth, slowest stage.
-        offloaded_bytes: of one micro-batch between device and host.
-    """
-
-    parameters: Vector
-    gradient_bytes: Vector
-    update_s: float
-    offloaded_bytes: float
+    parameters: Vector  # of each stage, on one rank
+    gradient_bytes: Vector  # of each stage, on one rank
+    update_s: float  # of the optimizer at the full memory bandwidth, slowest stage
+    offloaded_bytes: float  # of one micro-batch between device and host
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """The work of one step.
+    """The work of one step."""
 
-    Attributes:
-        machine: devices that do it.
-        plan: whose step it is.
-        layers: by distinct layer.
-        state: on parameters, gradients and optimizer state.
-        speeds: of the ranks' devices, ascending, relative to the slowest.
-        consistency: between the ranks.
-        pushed: share of the gradient bytes that asynchronous ranks send.
-        sent_bytes: of one micro-batch over each cut between sections; 0 where both are on one stage.
-        micro_batches: of a data rank.
-        gathers: collectives of ZeRO for each micro-batch.
-        tensor, data, shard: the groups that reduce with each other.
-        remote: whether the next stage is on another node.
-        guests: models that run in the loss.
-        shape: see `_shape`.
-        kind: only work of the same kind is compared.
-    """
-
-    machine: MachineModel
-    plan: Plan
-    layers: LayerWork
-    state: StateWork
-    speeds: tuple[float, ...]
-    consistency: Consistency
-    pushed: float
-    sent_bytes: Vector
-    micro_batches: int
-    gathers: float
+    machine: MachineModel  # devices that do it
+    plan: Plan  # whose step it is
+    layers: LayerWork  # by distinct layer
+    state: StateWork  # on parameters, gradients and optimizer state
+    speeds: tuple[float, ...]  # of the ranks' devices, ascending, relative to the slowest
+    consistency: Consistency  # between the ranks
+    pushed: float  # share of the gradient bytes that asynchronous ranks send
+    sent_bytes: Vector  # of one micro-batch over each cut between sections; 0 where both are on one stage
+    micro_batches: int  # of a data rank
+    gathers: float  # collectives of ZeRO for each micro-batch
+    # tensor, data, shard: the groups that reduce with each other
     tensor: RankGroup
     data: RankGroup
     shard: RankGroup
-    remote: bool
-    guests: tuple[LayerWork, ...]
-    shape: tuple[float, ...]
-    kind: str
+    remote: bool  # whether the next stage is on another node
+    guests: tuple[LayerWork, ...]  # models that run in the loss
+    shape: tuple[float, ...]  # see `_shape`
+    kind: str  # only work of the same kind is compared
 
     def by_stage(self, values: Vector) -> Vector:
         """Return the sums over the sections of each stage."""

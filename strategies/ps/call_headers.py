@@ -46,54 +46,35 @@ class _UnitCall(_Header):
 
 
 class PullCall(_Header):
-    """A worker asks for parameters.
-
-    Attributes:
-        worker: name of the worker.
-        needs: rounds whose updates the parameters must hold.
-        have: filling and version that the worker has.
-    """
+    """A worker asks for parameters."""
 
     do: Literal["pull"]
-    worker: _Name
-    needs: _Integer
-    have: tuple[_Integer, _Integer]
+    worker: _Name  # name of the worker
+    needs: _Integer  # rounds whose updates the parameters must hold
+    have: tuple[_Integer, _Integer]  # filling and version that the worker has
 
 
 class PushCall(_UnitCall):
-    """A worker pushes a unit's gradients.
-
-    Attributes:
-        seen: version of the parameters that the gradients were computed on.
-        weight: sum of weights of the unit's samples.
-        keep: the server may leave the push in the worker's memory until it is applied.
-        sums: for the first server, of each step: weighted sum of losses, sum of weights.
-        norm: for the first server, of the whole gradient before clipping.
-        logged: for the first server, of each step: sum and weight of each value of `tw.log`; none where none is logged.
-    """
+    """A worker pushes a unit's gradients."""
 
     do: Literal["push"]
-    seen: _Integer
-    weight: _Weight
-    keep: bool
+    seen: _Integer  # version of the parameters that the gradients were computed on
+    weight: _Weight  # sum of weights of the unit's samples
+    keep: bool  # the server may leave the push in the worker's memory until it is applied
+    # for the first server, of each step: weighted sum of losses, sum of weights
     sums: tuple[tuple[float, float], ...] = ()
-    norm: _Norm | None = None
+    norm: _Norm | None = None  # for the first server, of the whole gradient before clipping
+    # for the first server, of each step: sum and weight of each value of `tw.log`; none where none is logged
     logged: tuple[dict[_Name, tuple[float, float]], ...] = ()
 
 
 class LeaseCall(_Header):
-    """A worker asks the first server for a unit.
-
-    Attributes:
-        worker: name of the worker.
-        prefer: share that the worker usually computes.
-        first: first step of the segment that the worker is in.
-    """
+    """A worker asks the first server for a unit."""
 
     do: Literal["lease"]
-    worker: _Name
-    prefer: _Integer
-    first: _Integer
+    worker: _Name  # name of the worker
+    prefer: _Integer  # share that the worker usually computes
+    first: _Integer  # first step of the segment that the worker is in
 
 
 class DoneCall(_UnitCall):
@@ -109,18 +90,12 @@ class PollCall(_Header):
 
 
 class ReportCall(_Header):
-    """Another server reports to the first one. One of the attributes is set.
-
-    Attributes:
-        opens: it has begun the segment that ends at this step.
-        ends: it has ended the segment at this step.
-        part: round, and this server's part of the round's squared gradient norm.
-    """
+    """Another server reports to the first one. One of the attributes is set."""
 
     do: Literal["report"]
-    opens: _Integer | None = None
-    ends: _Integer | None = None
-    part: tuple[_Integer, _Norm] | None = None
+    opens: _Integer | None = None  # it has begun the segment that ends at this step
+    ends: _Integer | None = None  # it has ended the segment at this step
+    part: tuple[_Integer, _Norm] | None = None  # round, and this server's part of the round's squared gradient norm
 
 
 CallHeader = PullCall | PushCall | LeaseCall | DoneCall | PollCall | ReportCall

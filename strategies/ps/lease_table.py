@@ -23,34 +23,21 @@ _DEVIATIONS = 4.0  # mean deviations that are ordinary, as in TCP (Jacobson, 198
 
 
 class Grant(NamedTuple):
-    """A unit for a worker.
+    """A unit for a worker."""
 
-    Attributes:
-        unit: what to compute.
-        at: the round in which it counts, from 0 for the table's first; a later one if an earlier round dropped it.
-        needs: rounds whose updates the parameters must hold.
-    """
-
-    unit: WorkUnit
-    at: int
-    needs: int
+    unit: WorkUnit  # what to compute
+    at: int  # the round in which it counts, from 0 for the table's first; a later one if an earlier round dropped it
+    needs: int  # rounds whose updates the parameters must hold
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedRound:
-    """A round that is closed.
+    """A round that is closed."""
 
-    Attributes:
-        at: its number, from 0 for the table's first.
-        step: its first step.
-        steps: its number of steps.
-        units: the units that count in it, in the order in which they are added up.
-    """
-
-    at: int
-    step: int
-    steps: int
-    units: tuple[WorkUnit, ...]
+    at: int  # its number, from 0 for the table's first
+    step: int  # its first step
+    steps: int  # its number of steps
+    units: tuple[WorkUnit, ...]  # the units that count in it, in the order in which they are added up
 
 
 @dataclass(kw_only=True)
@@ -306,17 +293,11 @@ class LeaseTable:
 
 
 class _Lease(NamedTuple):
-    """A worker's hold on a unit.
+    """A worker's hold on a unit."""
 
-    Attributes:
-        unit: what the worker computes.
-        at: the round in which it counts.
-        since_s: when it was leased.
-    """
-
-    unit: WorkUnit
-    at: int
-    since_s: float
+    unit: WorkUnit  # what the worker computes
+    at: int  # the round in which it counts
+    since_s: float  # when it was leased
 
 
 class _HeldLeases:

@@ -15,21 +15,13 @@ ALIGNMENT = 64  # bytes; enough for vector instructions and every dtype
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTensor:
-    """One of the model's tensors.
+    """One of the model's tensors."""
 
-    Attributes:
-        name: full name.
-        shape: of all of it.
-        dtype: of its elements, as the framework names it.
-        item_bytes: size of an element.
-        kind: `trained`, `buffer` or `frozen`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    item_bytes: int
-    kind: TensorKind = "trained"
+    name: str  # full name
+    shape: tuple[int, ...]  # of all of it
+    dtype: str  # of its elements, as the framework names it
+    item_bytes: int  # size of an element
+    kind: TensorKind = "trained"  # `trained`, `buffer` or `frozen`
 
     @property
     def size_bytes(self) -> int:
@@ -136,59 +128,39 @@ TensorKind = Literal["trained", "buffer", "frozen"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlot:
-    """A tensor, or some rows of one, in a shard.
+    """A tensor, or some rows of one, in a shard."""
 
-    Attributes:
-        name: full name of the tensor.
-        shape: of the part that is here.
-        dtype: of its elements, as the framework names it.
-        rows: start and end in the tensor's first dimension; None for a whole tensor.
-        offset, size: bytes in the shard's region, from the region's start; offsets are multiples of `ALIGNMENT`.
-        kind: `trained` is pulled and pushed; `buffer` is pulled, and pushed unencoded; `frozen` is pulled once.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: tuple[int, int] | None
+    name: str  # full name of the tensor
+    shape: tuple[int, ...]  # of the part that is here
+    dtype: str  # of its elements, as the framework names it
+    rows: tuple[int, int] | None  # start and end in the tensor's first dimension; None for a whole tensor
+    # offset, size: bytes in the shard's region, from the region's start; offsets are multiples of `ALIGNMENT`
     offset: int
     size: int
+    # `trained` is pulled and pushed; `buffer` is pulled, and pushed unencoded; `frozen` is pulled once
     kind: TensorKind = "trained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """Layout of the tensors of one server in its region: trained slots, then buffers, then frozen ones.
+    """Layout of the tensors of one server in its region: trained slots, then buffers, then frozen ones."""
 
-    Attributes:
-        slots: each kind in the model's order.
-        trained_bytes: length of the region's first part, the trained slots.
-        pulled_bytes: length of the first part that changes: trained slots and buffers.
-        size_bytes: of the region.
-    """
-
-    slots: tuple[ShardSlot, ...]
-    trained_bytes: int
-    pulled_bytes: int
-    size_bytes: int
+    slots: tuple[ShardSlot, ...]  # each kind in the model's order
+    trained_bytes: int  # length of the region's first part, the trained slots
+    pulled_bytes: int  # length of the first part that changes: trained slots and buffers
+    size_bytes: int  # of the region
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """A worker's result of a unit for one server.
+    """A worker's result of a unit for one server."""
 
-    Attributes:
-        unit: that it computed.
-        weight: sum of the weights of the unit's samples; if it is 0, the payload is ignored.
-        payload: the unit's weighted mean gradient of the trained slots, encoded as the plan says; with local steps,
-            the change of the parameters (after minus before). Read-only, and valid during the call alone.
-        buffers: the shard's buffers after the unit, as in the region; empty if it has none.
-    """
-
-    unit: WorkUnit
-    weight: float
+    unit: WorkUnit  # that it computed
+    weight: float  # sum of the weights of the unit's samples; if it is 0, the payload is ignored
+    # the unit's weighted mean gradient of the trained slots, encoded as the plan says; with local steps, the change
+    # of the parameters (after minus before). Read-only, and valid during the call alone.
     payload: memoryview
-    buffers: memoryview
+    buffers: memoryview  # the shard's buffers after the unit, as in the region; empty if it has none
 
 
 class ShardStore(Protocol):

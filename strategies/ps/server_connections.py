@@ -81,17 +81,12 @@ class FrameHeader:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WorkerCall:
-    """A worker's request.
+    """A worker's request."""
 
-    Attributes:
-        connection: gets the answer.
-        head: header of the call.
-        payload: the complete range of the outbox that belongs to the call. It does not change until the call is
-            answered, and can be read while it is held, even if the worker ends. Never write to it.
-    """
-
-    connection: WorkerConnection
-    head: bytes
+    connection: WorkerConnection  # gets the answer
+    head: bytes  # header of the call
+    # the complete range of the outbox that belongs to the call. It does not change until the call is answered, and
+    # can be read while it is held, even if the worker ends. Never write to it.
     payload: memoryview
 
 

@@ -21,20 +21,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings that all servers of a plan share.
+    """Settings that all servers of a plan share."""
 
-    Attributes:
-        shares: units of a round.
-        consistency: when units may start, and whether an update is of a round or of the next pushes.
-        local_steps: steps of a round.
-        clip_norm: the job's; None does not clip.
-        clips: the servers clip, since an update has several workers' gradients; else each worker clips its own.
-    """
-
-    shares: int
-    consistency: Consistency
-    local_steps: int = 1
-    clip_norm: float | None = None
+    shares: int  # units of a round
+    consistency: Consistency  # when units may start, and whether an update is of a round or of the next pushes
+    local_steps: int = 1  # steps of a round
+    clip_norm: float | None = None  # the job's; None does not clip
+    # the servers clip, since an update has several workers' gradients; else each worker clips its own
     clips: bool = False
 
     @classmethod
@@ -235,15 +228,10 @@ class UpdateApplier:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundUpdate(Generic[_T]):
-    """An update to apply now.
+    """An update to apply now."""
 
-    Attributes:
-        closing: its round.
-        pushes: of the units that count, in order.
-    """
-
-    closing: ClosedRound
-    pushes: tuple[_T, ...]
+    closing: ClosedRound  # its round
+    pushes: tuple[_T, ...]  # of the units that count, in order
 
 
 class _PendingPush(NamedTuple, Generic[_T]):

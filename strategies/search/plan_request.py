@@ -35,33 +35,19 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A model on a cluster, and the parts of the plan that the job fixes.
+    """A model on a cluster, and the parts of the plan that the job fixes."""
 
-    Attributes:
-        profile: of the model.
-        cluster: the usable nodes.
-        batch_size: global, in samples.
-        precision: of the step.
-        pins: constraints on the plan.
-        own_step: the job's own step function calls the model.
-        offload: only plans that keep the model's state in host memory.
-        together: batch norms see the whole batch.
-        replicated: options that need all of the model on each worker.
-        torch_option: an option that parameter servers and TensorFlow do not have; empty for none.
-        workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
-        sums: the job's options of how TensorFlow sums, by name; those with their defaults are left out.
-    """
-
-    profile: ModelProfile
-    cluster: Cluster
-    batch_size: int
-    precision: str
-    pins: PlanConstraints = _NO_PINS
-    own_step: bool = False
-    offload: bool = False
-    together: bool = False
-    replicated: tuple[str, ...] = ()
-    torch_option: str = ""
+    profile: ModelProfile  # of the model
+    cluster: Cluster  # the usable nodes
+    batch_size: int  # global, in samples
+    precision: str  # of the step
+    pins: PlanConstraints = _NO_PINS  # constraints on the plan
+    own_step: bool = False  # the job's own step function calls the model
+    offload: bool = False  # only plans that keep the model's state in host memory
+    together: bool = False  # batch norms see the whole batch
+    replicated: tuple[str, ...] = ()  # options that need all of the model on each worker
+    torch_option: str = ""  # an option that parameter servers and TensorFlow do not have; empty for none
+    # workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -72,6 +58,7 @@ class PlanRequest:
     compile: str = "auto"
     tf_config: str = "own"
     tpu: str | None = None
+    # the job's options of how TensorFlow sums, by name; those with their defaults are left out
     sums: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -34,14 +34,10 @@ class TensorFlowOneDevice(TensorFlowEngine):
 
 
 class Mirrored(TensorFlowEngine):
-    """`MirroredStrategy`: a replica on each device of one worker; gradients are summed between them.
-
-    Attributes:
-        cross_device_ops: of the plan; empty where TensorFlow chooses.
-    """
+    """`MirroredStrategy`: a replica on each device of one worker; gradients are summed between them."""
 
     capabilities: ClassVar[Capabilities] = _ALL_DEVICES
-    cross_device_ops: ClassVar[str] = ""
+    cross_device_ops: ClassVar[str] = ""  # of the plan; empty where TensorFlow chooses
 
     def open_strategy(self, group: Group) -> Any:
         """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""

@@ -13,21 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ModelPart:
-    """A rank's place among the ranks that hold a model together; replicas have the same one.
+    """A rank's place among the ranks that hold a model together; replicas have the same one."""
 
-    Attributes:
-        stage, stages: which of so many stages of a pipeline.
-        shard, shards: which of so many parts of each parameter, by FSDP2.
-        tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism.
-        server, servers: which of so many parameter servers, each of which holds some tensors, and rows of others.
-    """
-
+    # stage, stages: which of so many stages of a pipeline
     stage: int = 0
     stages: int = 1
+    # shard, shards: which of so many parts of each parameter, by FSDP2
     shard: int = 0
     shards: int = 1
+    # tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism
     tensor: int = 0
     tensors: int = 1
+    # server, servers: which of so many parameter servers, each of which holds some tensors, and rows of others
     server: int = 0
     servers: int = 1
 
@@ -85,14 +82,10 @@ WHOLE_MODEL = ModelPart()
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:
-    """A part of a tensor: a range of indices in each dimension.
+    """A part of a tensor: a range of indices in each dimension."""
 
-    Attributes:
-        shape: of the whole tensor.
-        start, stop: of each dimension.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    # start, stop: of each dimension
     start: tuple[int, ...]
     stop: tuple[int, ...]
 

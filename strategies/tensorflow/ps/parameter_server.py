@@ -223,17 +223,11 @@ def _cluster_spec(group: Group, own: Address, servers: Mapping[int, Address]) ->
 
 
 class _ShareResult(NamedTuple):
-    """A worker's result of a share.
+    """A worker's result of a share."""
 
-    Attributes:
-        sums: (3,) float64: sum of weights, sum of weighted losses, norm of the mean gradient (0 if it is not needed).
-        losses: of each micro-batch.
-        logged: sum and weight of each value that `step=` returns beside the loss.
-    """
-
-    sums: Any
-    losses: list[Any]
-    logged: dict[str, Any]
+    sums: Any  # (3,) float64: sum of weights, sum of weighted losses, norm of the mean gradient (0 if it is not needed)
+    losses: list[Any]  # of each micro-batch
+    logged: dict[str, Any]  # sum and weight of each value that `step=` returns beside the loss
 
 
 class _PendingStep(NamedTuple):

@@ -43,20 +43,13 @@ _Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _HostCopy:
-    """A state in host memory.
-
-    Attributes:
-        arrays: by their names in a checkpoint, in the order of the names.
-        graph: how TensorFlow finds objects by these names, serialized.
-        optimizer: name of its class.
-        aside: the state of callbacks.
-    """
+    """A state in host memory."""
 
     step: int | None
-    arrays: _Arrays
-    graph: bytes
-    optimizer: str
-    aside: _Arrays
+    arrays: _Arrays  # by their names in a checkpoint, in the order of the names
+    graph: bytes  # how TensorFlow finds objects by these names, serialized
+    optimizer: str  # name of its class
+    aside: _Arrays  # the state of callbacks
 
     @property
     def size_bytes(self) -> int:

@@ -44,15 +44,10 @@ _MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that
 
 @dataclass(frozen=True, kw_only=True)
 class KerasCaller:
-    """Calls a job's functions with the columns that they use.
+    """Calls a job's functions with the columns that they use."""
 
-    Attributes:
-        spec: the job's functions and columns.
-        where: the rank, for errors.
-    """
-
-    spec: ModelSpec
-    where: str
+    spec: ModelSpec  # the job's functions and columns
+    where: str  # the rank, for errors
 
     @property
     def wanted(self) -> tuple[str, ...] | None:

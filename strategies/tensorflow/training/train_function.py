@@ -39,86 +39,53 @@ _SEED_WORD = 2**31 - 1
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch as tensors.
+    """A micro-batch as tensors."""
 
-    Attributes:
-        columns: by name.
-        weights: (rows,) of the samples, from the feed.
-        seed: (2,) int64, for its random numbers.
-    """
-
-    columns: Mapping[str, Any]
-    weights: Any
-    seed: Any
+    columns: Mapping[str, Any]  # by name
+    weights: Any  # (rows,) of the samples, from the feed
+    seed: Any  # (2,) int64, for its random numbers
 
 
 class MicroOutcome(NamedTuple):
-    """Values of a micro-batch.
+    """Values of a micro-batch."""
 
-    Attributes:
-        losses: of its samples.
-        weights: of the losses.
-        gradients: of each trained variable; those of embeddings as rows, see `gradient_rows`.
-        state: of the model after the call.
-        logged: sum and weight (2,) float64 of each value that `step=` returns beside the loss.
-    """
-
-    losses: Any
-    weights: Any
-    gradients: list[Any]
-    state: list[Any]
-    logged: dict[str, Any]
+    losses: Any  # of its samples
+    weights: Any  # of the losses
+    gradients: list[Any]  # of each trained variable; those of embeddings as rows, see `gradient_rows`
+    state: list[Any]  # of the model after the call
+    logged: dict[str, Any]  # sum and weight (2,) float64 of each value that `step=` returns beside the loss
 
 
 class _RankShare(NamedTuple):
-    """One data rank's part of a step.
+    """One data rank's part of a step."""
 
-    Attributes:
-        micros: its micro-batches.
-        rows: () real samples in the global batch.
-        wish: () 1 if this worker requests a stop, else 0.
-        sampled: () whether this step measures the gradient noise scale.
-    """
-
-    micros: tuple[MicroBatch, ...]
-    rows: Any
-    wish: Any
-    sampled: Any
+    micros: tuple[MicroBatch, ...]  # its micro-batches
+    rows: Any  # () real samples in the global batch
+    wish: Any  # () 1 if this worker requests a stop, else 0
+    sampled: Any  # () whether this step measures the gradient noise scale
 
 
 class _ReducedGradients(NamedTuple):
-    """Values of one replica after the reduction.
+    """Values of one replica after the reduction."""
 
-    Attributes:
-        gradients: summed over all replicas, in the order of the trained variables.
-        carry: (8,) over all replicas: sum of weights, sum of weighted losses, number of requests to stop; then `parts`,
-            `samples` and `shares` of `core.data.GradientScatter`, the norm of the gradients, and the scatter's
-            `whole`, each 0 if the step does not need it.
-        state: new values of the model's state that is not trained, averaged over all replicas; None for values that
-            the step does not change.
-        losses: of this replica's micro-batches.
-        logged: sum and weight (2,) over all replicas of each value that `step=` returns beside the loss.
-    """
-
-    gradients: list[Any]
+    gradients: list[Any]  # summed over all replicas, in the order of the trained variables
+    # (8,) over all replicas: sum of weights, sum of weighted losses, number of requests to stop; then `parts`,
+    # `samples` and `shares` of `core.data.GradientScatter`, the norm of the gradients, and the scatter's `whole`,
+    # each 0 if the step does not need it
     carry: Any
+    # new values of the model's state that is not trained, averaged over all replicas; None for values that the step
+    # does not change
     state: list[Any]
-    losses: list[Any]
-    logged: dict[str, Any]
+    losses: list[Any]  # of this replica's micro-batches
+    logged: dict[str, Any]  # sum and weight (2,) over all replicas of each value that `step=` returns beside the loss
 
 
 class _StepOutcome(NamedTuple):
-    """Values of a step that the host reads.
+    """Values of a step that the host reads."""
 
-    Attributes:
-        carry: of the first replica; see `_ReducedGradients`.
-        losses: of each micro-batch, a value for each replica.
-        logged: as in `_ReducedGradients`.
-    """
-
-    carry: Any
-    losses: list[Any]
-    logged: dict[str, Any]
+    carry: Any  # of the first replica; see `_ReducedGradients`
+    losses: list[Any]  # of each micro-batch, a value for each replica
+    logged: dict[str, Any]  # as in `_ReducedGradients`
 
 
 class TrainFunction:

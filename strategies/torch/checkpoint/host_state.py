@@ -30,37 +30,24 @@ _LOCAL = ("local", "state")  # after a buffer's name in a state's memory
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """A replica's state, as a rule in memory of its own; of what this rank holds, where the model is divided.
+    """A replica's state, as a rule in memory of its own; of what this rank holds, where the model is divided."""
 
-    Attributes:
-        step: completed steps; None before the first.
-        model: the model's state dict: parameters and persistent buffers by full name.
-        slots: the optimizer's state by parameter name and key: tensors and plain values.
-        options: for each parameter group the settings that training changed; the others are the job's.
-        optimizer: name of the optimizer's class.
-        scale: of the losses: its factor, and steps since it changed; None where they are not scaled.
-        trained: names of the parameters that are trained, where they are known.
-        part: of the model, that is held.
-        boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
-        weights_only: without the optimizer's state, for a model that is not trained further.
-        local: what this data rank keeps as its own; None where a job has no such state.
-        scheduler: state of the learning-rate scheduler; None where a job has none.
-        base: digest of the frozen parameters that it does not hold; empty where it holds all.
-    """
-
-    step: int | None
-    model: dict[str, Tensor]
-    slots: OptimizerSlots
+    step: int | None  # completed steps; None before the first
+    model: dict[str, Tensor]  # the model's state dict: parameters and persistent buffers by full name
+    slots: OptimizerSlots  # the optimizer's state by parameter name and key: tensors and plain values
+    # for each parameter group the settings that training changed; the others are the job's
     options: list[dict[str, Any]]
-    optimizer: str
+    optimizer: str  # name of the optimizer's class
+    # of the losses: its factor, and steps since it changed; None where they are not scaled
     scale: tuple[float, int] | None = None
-    trained: tuple[str, ...] = ()
-    part: ModelPart = WHOLE_MODEL
+    trained: tuple[str, ...] = ()  # names of the parameters that are trained, where they are known
+    part: ModelPart = WHOLE_MODEL  # of the model, that is held
+    # what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer
     boxes: Mapping[str, ShardSlice] = field(default_factory=dict)
-    weights_only: bool = False
-    local: LocalState | None = None
-    scheduler: SchedulerState | None = None
-    base: str = ""
+    weights_only: bool = False  # without the optimizer's state, for a model that is not trained further
+    local: LocalState | None = None  # what this data rank keeps as its own; None where a job has no such state
+    scheduler: SchedulerState | None = None  # state of the learning-rate scheduler; None where a job has none
+    base: str = ""  # digest of the frozen parameters that it does not hold; empty where it holds all
 
     @property
     def size_bytes(self) -> int:

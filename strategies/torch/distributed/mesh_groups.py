@@ -24,23 +24,14 @@ _BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DDP
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """A rank's place in the mesh and its groups.
+    """A rank's place in the mesh and its groups."""
 
-    Attributes:
-        mesh: of the group, with as many replicas as it has.
-        rank: in it.
-        deadline: of every collective.
-        replicas: ranks that hold the same part; like the others None where this one is alone.
-        shards: those that divide each parameter with it.
-        tensors: those that divide layers with it.
-    """
-
-    mesh: Mesh
-    rank: int
-    deadline: timedelta
-    replicas: ProcessGroup | None = None
-    shards: ProcessGroup | None = None
-    tensors: ProcessGroup | None = None
+    mesh: Mesh  # of the group, with as many replicas as it has
+    rank: int  # in it
+    deadline: timedelta  # of every collective
+    replicas: ProcessGroup | None = None  # ranks that hold the same part; like the others None where this one is alone
+    shards: ProcessGroup | None = None  # those that divide each parameter with it
+    tensors: ProcessGroup | None = None  # those that divide layers with it
 
     @classmethod
     def join(cls, planned: Mesh, group: Group, where: str) -> MeshGroups:
@@ -126,14 +117,10 @@ class MeshGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRunner(StepRunner):
-    """Runs micro-batches of a part of a model and adds up the results over the mesh.
+    """Runs micro-batches of a part of a model and adds up the results over the mesh."""
 
-    Attributes:
-        place: this rank's place in the mesh.
-        pending_sums: the sums of this step, with the all-reduce that is under way.
-    """
-
-    place: MeshGroups
+    place: MeshGroups  # this rank's place in the mesh
+    # the sums of this step, with the all-reduce that is under way
     pending_sums: list[tuple[Tensor, Work | None]] = field(default_factory=list)
     measures_own_time: bool = False
 

@@ -92,12 +92,9 @@ class _ShardedRunner(MeshRunner):
 
     FSDP2 reduces the model's gradients alone. The step's sums and what `calls` recorded go through one more, small
     all-reduce. It starts with the last gradients' reduction, so that nothing waits for it.
-
-    Attributes:
-        calls: what each step ran.
     """
 
-    calls: _BlockCalls
+    calls: _BlockCalls  # what each step ran
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -149,20 +149,13 @@ class StageLinks:
 
 @dataclass(kw_only=True)
 class StageMessages:
-    """The activations and gradients that enter and leave a stage.
+    """The activations and gradients that enter and leave a stage."""
 
-    Attributes:
-        cut: the model, which knows the shapes of what passes between sections.
-        links: to the other stages.
-        schedule: says which stage holds a section.
-        laps: takes the time of waiting.
-        dtypes: of the values that enter a section, where autocast makes them others than in a run without data.
-    """
-
-    cut: SplitModel
-    links: StageLinks
-    schedule: str
-    laps: PhaseTimer
+    cut: SplitModel  # the model, which knows the shapes of what passes between sections
+    links: StageLinks  # to the other stages
+    schedule: str  # says which stage holds a section
+    laps: PhaseTimer  # takes the time of waiting
+    # of the values that enter a section, where autocast makes them others than in a run without data
     dtypes: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _local_values: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
 

@@ -292,18 +292,13 @@ _SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner(MeshRunner):
-    """Runs micro-batches through all stages, and reduces gradients and sums.
+    """Runs micro-batches through all stages, and reduces gradients and sums."""
 
-    Attributes:
-        pipe: this rank's stage.
-        shared: parameters that other stages use too, with the ranks of this pipeline that do, and whether this one is
-            the first of them.
-        shards: of the stage's parameters, where ranks divide them.
-    """
-
-    pipe: StageExecutor
+    pipe: StageExecutor  # this rank's stage
+    # parameters that other stages use too, with the ranks of this pipeline that do, and whether this one is the first
+    # of them
     shared: tuple[_SharedParameter, ...]
-    shards: StageShards | None = None
+    shards: StageShards | None = None  # of the stage's parameters, where ranks divide them
 
     @classmethod
     def of(cls, pipe: StageExecutor, place: MeshGroups, shards: StageShards | None) -> StageRunner:

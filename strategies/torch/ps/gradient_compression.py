@@ -121,12 +121,9 @@ class GradientLayout:
 
 
 class GradientCodec(ABC):
-    """An encoding of gradients. Tensors are flat, contiguous, of float32, in host memory; data has `size_bytes` bytes.
+    """An encoding of gradients. Tensors are flat, contiguous, of float32, in host memory; data has `size_bytes` bytes."""
 
-    Attributes:
-        keeps: the worker keeps the values that were not sent in a residual, and sends them later (error feedback).
-    """
-
+    # the worker keeps the values that were not sent in a residual, and sends them later (error feedback)
     keeps: ClassVar[bool] = False
 
     @abstractmethod

@@ -261,14 +261,10 @@ class _UnitObjective(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitRunner(StepRunner):
-    """Runs a unit's micro-batches.
-
-    Attributes:
-        outgoing: takes gradients as they come; None where they are clipped as a whole first.
-    """
+    """Runs a unit's micro-batches."""
 
     objective: _UnitObjective
-    outgoing: GradientSender | None
+    outgoing: GradientSender | None  # takes gradients as they come; None where they are clipped as a whole first
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -60,17 +60,11 @@ class _BackwardGather:
 
 @dataclass(kw_only=True)
 class GatheredTokens:
-    """The gathered input of column layers: gathered once in forward and once in backward for all of them.
+    """The gathered input of column layers: gathered once in forward and once in backward for all of them."""
 
-    Attributes:
-        whole: all tokens, in the graph; its gradient is this rank's share of a sum.
-        part: this rank's tokens.
-        again: gathers all tokens in backward.
-    """
-
-    whole: Tensor
-    part: Tensor
-    again: _BackwardGather
+    whole: Tensor  # all tokens, in the graph; its gradient is this rank's share of a sum
+    part: Tensor  # this rank's tokens
+    again: _BackwardGather  # gathers all tokens in backward
 
     @classmethod
     def of(cls, given: Tensor, group: TensorParallelGroup) -> GatheredTokens:
@@ -135,19 +129,15 @@ ROLES = ("column", "row", "gathered", "vocabulary")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelPlan:
-    """How a model is divided.
+    """How a model is divided."""
 
-    Attributes:
-        roles: by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of
-            the outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows).
-        groups: modules between which values are divided, so that no cut may lie there.
-        attributes: integer attributes of modules that are divided, with each rank's value.
-        random: column layers from which on each rank draws its own random numbers, until the next row layer.
-    """
-
+    # by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of the
+    # outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows)
     roles: Mapping[str, str] = field(default_factory=dict)
-    groups: tuple[tuple[str, ...], ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()  # modules between which values are divided, so that no cut may lie there
+    # integer attributes of modules that are divided, with each rank's value
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # column layers from which on each rank draws its own random numbers, until the next row layer
     random: frozenset[str] = frozenset()
 
     def joined(self, other: TensorParallelPlan) -> TensorParallelPlan:

@@ -357,19 +357,12 @@ _BATCHED_PRODUCTS = {_aten.bmm: 0, _aten.baddbmm: 1}  # with the place of their 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedOp:
-    """An operation, or the call of a layer that is divided.
+    """An operation, or the call of a layer that is divided."""
 
-    Attributes:
-        func: of the operation; None for a call.
-        call: the layer's name and role.
-        given: arguments; shapes in the place of tensors.
-        made: shapes of the outputs.
-    """
-
-    func: Any = None
-    call: tuple[str, str] = ("", "")
-    given: tuple[Any, ...] = ()
-    made: tuple[_Shape, ...] = ()
+    func: Any = None  # of the operation; None for a call
+    call: tuple[str, str] = ("", "")  # the layer's name and role
+    given: tuple[Any, ...] = ()  # arguments; shapes in the place of tensors
+    made: tuple[_Shape, ...] = ()  # shapes of the outputs
 
 
 @dataclass(frozen=True)

@@ -60,17 +60,12 @@ class ShardedTensor(Tensor):
 
     An operation with a rule in `_RULES` computes on the part; every other one gathers the tensor first. A rule is asked
     where at least one of the arguments is sharded.
-
-    Attributes:
-        shard_storage: the memory, shared with views.
-        global_meta: shape, strides and type of this view, on the meta device.
-        shard_dim: the dimension of this view along which the ranks hold parts.
     """
 
-    shard_storage: _ShardStorage
+    shard_storage: _ShardStorage  # the memory, shared with views
     _views: tuple[_View, ...]
-    global_meta: Tensor
-    shard_dim: int
+    global_meta: Tensor  # shape, strides and type of this view, on the meta device
+    shard_dim: int  # the dimension of this view along which the ranks hold parts
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

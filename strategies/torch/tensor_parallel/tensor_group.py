@@ -22,19 +22,12 @@ _InputKey = tuple[Callable[..., Any], int, bool]
 
 @dataclass(kw_only=True)
 class TensorParallelGroup:
-    """The ranks that hold each layer together.
+    """The ranks that hold each layer together."""
 
-    Attributes:
-        index: this rank's number in the group.
-        size: number of ranks.
-        process_group: in which they communicate; replaced after each rendezvous.
-        sequence: between divided layers each rank holds a part of the tokens, in training.
-    """
-
-    index: int
-    size: int
-    process_group: distributed.ProcessGroup | None = None
-    sequence: bool = False
+    index: int  # this rank's number in the group
+    size: int  # number of ranks
+    process_group: distributed.ProcessGroup | None = None  # in which they communicate; replaced after each rendezvous
+    sequence: bool = False  # between divided layers each rank holds a part of the tokens, in training
     _saved_rng: list[tuple[torch.device, Tensor]] | None = None
     _shared_inputs: dict[_InputKey, tuple[Tensor, int, Any]] = field(default_factory=dict)  # an input, its version then
 

@@ -65,31 +65,20 @@ class _CallResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRoute:
-    """The route of one forward with a certain number of rows.
+    """The route of one forward with a certain number of rows."""
 
-    Attributes:
-        calls: in order.
-        between_calls: the functions of torch that are called between them, in order.
-        results: of each whole call, by its number.
-        values: each value as it was made, on the meta device.
-        same: what a call or function gave that was a value already.
-        taken: for each section the values that it or later ones need and earlier ones made, in the order of making.
-        given: the same as they are then, on the meta device: shape, type, and whether a gradient goes back.
-        changed: of these, what it or later ones change in place.
-        users: sections that use each parameter and buffer, by its first name.
-        counting: buffers that the forward changes between calls.
-    """
-
-    calls: tuple[_ModuleCall, ...]
-    between_calls: tuple[Any, ...]
-    results: Mapping[int, _CallResult]
-    values: Mapping[ValueKey, Tensor]
-    same: Mapping[ValueKey, ValueKey]
+    calls: tuple[_ModuleCall, ...]  # in order
+    between_calls: tuple[Any, ...]  # the functions of torch that are called between them, in order
+    results: Mapping[int, _CallResult]  # of each whole call, by its number
+    values: Mapping[ValueKey, Tensor]  # each value as it was made, on the meta device
+    same: Mapping[ValueKey, ValueKey]  # what a call or function gave that was a value already
+    # for each section the values that it or later ones need and earlier ones made, in the order of making
     taken: tuple[tuple[ValueKey, ...], ...]
+    # the same as they are then, on the meta device: shape, type, and whether a gradient goes back
     given: tuple[tuple[Tensor, ...], ...]
-    changed: tuple[frozenset[ValueKey], ...]
-    users: Mapping[str, frozenset[int]]
-    counting: frozenset[str]
+    changed: tuple[frozenset[ValueKey], ...]  # of these, what it or later ones change in place
+    users: Mapping[str, frozenset[int]]  # sections that use each parameter and buffer, by its first name
+    counting: frozenset[str]  # buffers that the forward changes between calls
 
 
 class WatchedModel:

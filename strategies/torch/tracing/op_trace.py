@@ -40,19 +40,12 @@ CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the mo
 
 @dataclass(kw_only=True)
 class _ShardableWork:
-    """The work of one call that tensor parallelism could divide, with the linear layers that must be divided for it.
+    """The work of one call that tensor parallelism could divide, with the linear layers that must be divided for it."""
 
-    Attributes:
-        products: of each; None where nothing can divide it.
-        traffic: numbers read and written.
-        reductions: of each linear layer that is divided by its inputs.
-        table: elements of a table that it looks numbers up in.
-    """
-
-    products: list[_LayerTags | None] = field(default_factory=list)
-    traffic: list[tuple[float, _LayerTags]] = field(default_factory=list)
-    reductions: list[_LayerTags] = field(default_factory=list)
-    table: int = 0
+    products: list[_LayerTags | None] = field(default_factory=list)  # of each; None where nothing can divide it
+    traffic: list[tuple[float, _LayerTags]] = field(default_factory=list)  # numbers read and written
+    reductions: list[_LayerTags] = field(default_factory=list)  # of each linear layer that is divided by its inputs
+    table: int = 0  # elements of a table that it looks numbers up in
 
 
 class _DivisionAnalysis:
@@ -202,16 +195,7 @@ _FUSED_ATTENTION_COST = 1.5
 
 @dataclass(kw_only=True)
 class ModuleCalls:
-    """The costs of one module's calls, without those of the modules that it calls.
-
-    Attributes:
-        place: among all calls, in the order in which they began.
-        cut: numbers that calls up to this one and calls after it pass to each other.
-        splits: whether tensor parallelism divides its products.
-        split_kept, split_traffic: what of `kept` and `traffic` it divides.
-        reductions: all-reduces of its output if it does.
-        share: what that follows from.
-    """
+    """The costs of one module's calls, without those of the modules that it calls."""
 
     flops: float = 0.0
     matmuls: int = 0
@@ -220,32 +204,25 @@ class ModuleCalls:
     kept: float = 0.0
     scores: float = 0.0
     output: int = 0
-    place: int = 0
-    cut: float = 0.0
-    splits: bool = False
+    place: int = 0  # among all calls, in the order in which they began
+    cut: float = 0.0  # numbers that calls up to this one and calls after it pass to each other
+    splits: bool = False  # whether tensor parallelism divides its products
+    # split_kept, split_traffic: what of `kept` and `traffic` it divides
     split_kept: float = 0.0
     split_traffic: float = 0.0
-    reductions: int = 0
-    share: _ShardableWork = field(default_factory=_ShardableWork)
+    reductions: int = 0  # all-reduces of its output if it does
+    share: _ShardableWork = field(default_factory=_ShardableWork)  # what that follows from
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """The trace of one forward pass.
+    """The trace of one forward pass."""
 
-    Attributes:
-        calls: by module, in the order in which they first ran.
-        heads: attention heads that can be computed independently; 0 where there is none.
-        tokens: of the longest sequence that attends; 1 where there is none.
-        division: what became of the outputs of linear layers.
-        asks: the flow asked for values of tensors, which followed from the inputs or from constants.
-    """
-
-    calls: Mapping[nn.Module, ModuleCalls]
-    heads: int
-    tokens: int
-    division: _DivisionAnalysis
-    asks: bool = False
+    calls: Mapping[nn.Module, ModuleCalls]  # by module, in the order in which they first ran
+    heads: int  # attention heads that can be computed independently; 0 where there is none
+    tokens: int  # of the longest sequence that attends; 1 where there is none
+    division: _DivisionAnalysis  # what became of the outputs of linear layers
+    asks: bool = False  # the flow asked for values of tensors, which followed from the inputs or from constants
 
 
 class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]

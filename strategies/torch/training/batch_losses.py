@@ -56,15 +56,10 @@ Weight = str | Callable[[Any], Any] | None  # of a job
 
 @dataclass(frozen=True, kw_only=True)
 class BatchMean:
-    """A loss that is one number for a micro-batch.
+    """A loss that is one number for a micro-batch."""
 
-    Attributes:
-        value: () of the graph.
-        count: () items that it is the mean of, as `weight=` counts them; None for the rows.
-    """
-
-    value: Tensor
-    count: Tensor | None
+    value: Tensor  # () of the graph
+    count: Tensor | None  # () items that it is the mean of, as `weight=` counts them; None for the rows
 
     def of_rows(self, rows: int) -> Tensor | Terms:
         """Return it as the loss of each row, with weights whose sum is the count."""

@@ -218,30 +218,19 @@ class _SavedTensor:
 
 @dataclass(kw_only=True, eq=False)
 class _RecordedCall:
-    """One recorded function call that leads to attention scores.
+    """One recorded function call that leads to attention scores."""
 
-    Attributes:
-        function: with `args` and `kwargs`, in which a `_RecordedCall` stands for what it gave.
-        outside: tensors among them that no call gave, and their versions.
-        before: calls that gave the others.
-        autocast: of the device, and its type.
-        normalised: a softmax is behind it.
-        drawn: the state of the device's random numbers where it drew some.
-        saved: by it for backward, in order.
-        number: the earlier the call, the lower.
-    """
-
-    function: Any
+    function: Any  # with `args` and `kwargs`, in which a `_RecordedCall` stands for what it gave
     args: Any
     kwargs: Any
-    outside: tuple[tuple[Tensor, int], ...]
-    before: tuple[_RecordedCall, ...]
+    outside: tuple[tuple[Tensor, int], ...]  # tensors among them that no call gave, and their versions
+    before: tuple[_RecordedCall, ...]  # calls that gave the others
     device: torch.device
-    autocast: tuple[bool, torch.dtype]
-    normalised: bool
-    drawn: Tensor | None = None
-    saved: list[ReferenceType[_SavedTensor]] = field(default_factory=list)
-    number: int = field(default_factory=count().__next__)
+    autocast: tuple[bool, torch.dtype]  # of the device, and its type
+    normalised: bool  # a softmax is behind it
+    drawn: Tensor | None = None  # the state of the device's random numbers where it drew some
+    saved: list[ReferenceType[_SavedTensor]] = field(default_factory=list)  # by it for backward, in order
+    number: int = field(default_factory=count().__next__)  # the earlier the call, the lower
 
     def save(self, tensor: Tensor) -> _SavedTensor:
         """Save a tensor; autograd calls it."""

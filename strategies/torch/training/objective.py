@@ -54,47 +54,29 @@ _LOSS = "loss"  # key of the loss in a dict that step= returned
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchShare:
-    """One micro-batch with what the objective has to know of it.
+    """One micro-batch with what the objective has to know of it."""
 
-    Attributes:
-        batch: the micro-batch.
-        data_rank: the data rank that computes it.
-        rows: real samples in the global batch.
-        wish: the rank requests to stop; set in one of its micro-batches.
-        zero_weight: all weights count as 0.
-        layout: how the global batch is divided.
-    """
-
-    batch: Batch
-    data_rank: int
-    rows: int
-    wish: bool = False
-    zero_weight: bool = False
-    layout: BatchLayout = WHOLE_BATCH
+    batch: Batch  # the micro-batch
+    data_rank: int  # the data rank that computes it
+    rows: int  # real samples in the global batch
+    wish: bool = False  # the rank requests to stop; set in one of its micro-batches
+    zero_weight: bool = False  # all weights count as 0
+    layout: BatchLayout = WHOLE_BATCH  # how the global batch is divided
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFunctions:
-    """Calls the functions of a job.
+    """Calls the functions of a job."""
 
-    Attributes:
-        spec: the job's functions and columns.
-        device: where the tensors are.
-        autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
-        where: the rank, for errors.
-        selective_recompute: whether backward computes attention's scores again.
-        group: makes the process group of a batch's data ranks; None where there is none.
-        checking: refuse a loss that would depend on how the batch is divided.
-        record: takes the name and the terms of each logged value; None where nothing is recorded.
-    """
-
-    spec: ModelSpec
-    device: torch.device
+    spec: ModelSpec  # the job's functions and columns
+    device: torch.device  # where the tensors are
+    # the type to compute in where that is safe (`torch.autocast`); None for the model's own
     autocast: torch.dtype | None
-    where: str
-    selective_recompute: bool = False
-    group: GroupFactory | None = None
-    checking: bool = False
+    where: str  # the rank, for errors
+    selective_recompute: bool = False  # whether backward computes attention's scores again
+    group: GroupFactory | None = None  # makes the process group of a batch's data ranks; None where there is none
+    checking: bool = False  # refuse a loss that would depend on how the batch is divided
+    # takes the name and the terms of each logged value; None where nothing is recorded
     record: Callable[[str, Terms], None] | None = None
 
     @classmethod
@@ -289,19 +271,12 @@ class JobFunctions:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRoots:
-    """The roots of a micro-batch's backward and their gradients.
+    """The roots of a micro-batch's backward and their gradients."""
 
-    Attributes:
-        values: losses, of the graph.
-        slopes: derivative of the objective by each value.
-        carry: the parameter `carry` as it is seen from the graph.
-        sums: its gradient.
-    """
-
-    values: Tensor
-    slopes: Tensor
-    carry: Tensor
-    sums: Tensor
+    values: Tensor  # losses, of the graph
+    slopes: Tensor  # derivative of the objective by each value
+    carry: Tensor  # the parameter `carry` as it is seen from the graph
+    sums: Tensor  # its gradient
 
     def backward(self) -> None:
         """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""

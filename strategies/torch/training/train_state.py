@@ -430,14 +430,10 @@ class LossScale:
 
     It is a power of two, so that multiplying by it and dividing loses nothing. Every rank knows whether the gradient of
     the whole batch is finite, so that every rank does the same.
-
-    Attributes:
-        factor: of the losses.
-        since: steps applied since it last changed.
     """
 
-    factor: float = 2.0**16
-    since: int = 0
+    factor: float = 2.0**16  # of the losses
+    since: int = 0  # steps applied since it last changed
 
     def applied(self) -> LossScale:
         """Return the scale after an applied step: every 2,000th in a row doubles it."""

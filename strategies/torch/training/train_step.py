@@ -42,20 +42,14 @@ from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, Lo
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the whole global batch.
-
-    Attributes:
-        told: sums of gradient noise, reduced beside them.
-        logged: sum and weight of each logged value in turn.
-        norm: of the averaged gradient, where it is wanted.
-    """
+    """Sums over the whole global batch."""
 
     weight: float
     loss: float
     wish: bool
-    told: tuple[float, ...]
-    logged: tuple[float, ...]
-    norm: float | None
+    told: tuple[float, ...]  # sums of gradient noise, reduced beside them
+    logged: tuple[float, ...]  # sum and weight of each logged value in turn
+    norm: float | None  # of the averaged gradient, where it is wanted
 
     @classmethod
     def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
@@ -67,24 +61,17 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRunner:
-    """Runs the micro-batches of a step.
+    """Runs the micro-batches of a step."""
 
-    Attributes:
-        objective: the objective itself.
-        parallel: DDP around it; None without.
-        observed: parameters of whose gradients this rank sees those of each micro-batch, to sample their noise.
-        local: a context in which backward does not reduce.
-        every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
-        measures_own_time: a rank's own work can be timed apart from its waits.
-        others: groups of ranks with other data, which together reach all of them.
-    """
-
-    objective: Objective
-    parallel: nn.Module | None = None
+    objective: Objective  # the objective itself
+    parallel: nn.Module | None = None  # DDP around it; None without
+    # parameters of whose gradients this rank sees those of each micro-batch, to sample their noise
     observed: Sequence[nn.Parameter] = ()
-    local: Callable[[], AbstractContextManager[Any]] = nullcontext
+    local: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context in which backward does not reduce
+    # every trainable parameter must get a gradient in each step, or DDP would wait for it forever
     every_used: bool = False
-    measures_own_time: bool = True
+    measures_own_time: bool = True  # a rank's own work can be timed apart from its waits
+    # groups of ranks with other data, which together reach all of them
     others: tuple[distributed.ProcessGroup, ...] = ()
 
     @cached_property
