@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,12 @@ def group_of(test: str) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give priority to the process with the longest group where several processes share the cores."""
+    """Give priority to the process with the longest group where several processes share the cores.
+
+    torch calls `sys.excepthook` for a warning that became an error while another error is on its way. Ray's hook then
+    asks a GCS that may be gone, without a deadline and deaf to signals.
+    """
+    sys.excepthook = sys.__excepthook__
     shared = "PYTEST_XDIST_WORKER" in os.environ
     if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
         os.nice(STAND_BACK)
