@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, nearest
 
 _Result = TypeVar("_Result")
@@ -114,6 +115,42 @@ class Source(ABC):
     @abstractmethod
     def describe(self) -> str:
         """As the user wrote it, in short."""
+
+
+class SequentialSource(Source):
+    """A source whose rows come one after the other only, in an order of their own. A row is known by its place."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What it is, with an article, such as `a tf.data pipeline`."""
+
+    @property
+    @abstractmethod
+    def reading(self) -> str:
+        """What a worker reads of a pass and why, as the rest of the sentence `every worker ...`."""
+
+    @property
+    @abstractmethod
+    def guarantee(self) -> str:
+        """How often each row counts and why, as a sentence without its full stop."""
+
+    @abstractmethod
+    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+        """A reader for one process.
+
+        Args:
+            feeding: data ranks whose rows it reads, as far as that spares work; None for any.
+        """
+
+    def open(self, index: Index) -> NoReturn:
+        """Raise DataError: there are no rows by number."""
+        raise DataError(f"{self.kind} has no rows by number", where=self.describe(), remedy="read it in order")
+
+    @property
+    def plan_note(self) -> str:
+        """How it reaches the workers, for the notes of a plan."""
+        return f"{self.kind}: rows come in its own order, every worker {self.reading}, and {self.guarantee}"
 
 
 def even_groups(file: str, rows: int, size: int) -> tuple[RowGroup, ...]:

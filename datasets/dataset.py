@@ -19,6 +19,7 @@ from trainwright.datasets.data_source import (
     Index,
     RowAccess,
     Rows,
+    SequentialSource,
     Source,
     TableSource,
     arrays_from_table,
@@ -222,11 +223,11 @@ class Dataset:
                 where=repr(self),
                 remedy=f"call {word} first",
             )
-        if hasattr(self.source, "passes"):
+        if isinstance(self.source, SequentialSource):
             raise DataError(
-                f"{word} needs rows by number, and a tf.data pipeline has none",
+                f"{word} needs rows by number, and {self.source.kind} has none",
                 where=repr(self),
-                remedy="do it in the pipeline itself, or write its rows as parquet once and read those",
+                remedy="do it in there, or write its rows as parquet once and read those",
             )
 
     def _derived(self, derivation: Derivation) -> Dataset:
@@ -291,9 +292,8 @@ class Dataset:
             feeding: data ranks whose rows are read, as far as that spares work; None for any.
         """
         names = self.source_columns(index, columns)
-        if index.in_order:
-            passes: RowAccess = self.source.passes(index, names, feeding)  # type: ignore[attr-defined]
-            return passes
+        if isinstance(self.source, SequentialSource):
+            return self.source.passes(index, names, feeding)
         return RowReader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
 
     def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:

@@ -16,7 +16,8 @@ from trainwright.core.job import Job
 from trainwright.core.metric_goals import check_goals
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
-from trainwright.datasets.dataset import Index, transformed_fields
+from trainwright.datasets.data_source import Index, SequentialSource
+from trainwright.datasets.dataset import transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
@@ -36,16 +37,6 @@ _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config=
 
 _LISTED = 6  # columns of a note
 _LENGTH_OPTIONS = ("epochs", "epoch_samples", "early_stop", "max_time")  # a run that is done goes on if one changes
-
-_IN_ORDER = (
-    "train= is a tf.data pipeline: rows come in its own order, every worker {}, and each row counts "
-    "exactly once as long as it gives the same rows in the same order each time it is iterated"
-)
-_SHARDED = "computes only its own rows after shard"
-_UNSHARDED = (
-    "computes all of them, since only the pipeline's author knows from where on a row depends on no other "
-    "(see shard of from_tf)"
-)
 
 _NOT_COMPARED = (
     "whether the code of model, loss, step and transforms changed since the run was started is not known: "
@@ -184,8 +175,8 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
-    if prepared.train.in_order:
-        notes.append(_IN_ORDER.format(_SHARDED if getattr(job.train.source, "sharded", False) else _UNSHARDED))
+    if isinstance(job.train.source, SequentialSource):
+        notes.append(f"train= is {job.train.source.plan_note}")
     if prepared.unused:
         notes.append(_unused(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))

@@ -12,9 +12,9 @@ from __future__ import annotations
 import atexit
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,13 @@ from trainwright.datasets.data_source import (
     Index,
     RowAccess,
     RowGroup,
-    Rows,
-    Source,
+    SequentialSource,
     hash_parts,
     object_array,
 )
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.python_objects import hash_values
+from trainwright.datasets.loading.sequential_rows import ALL_ROWS, Blocks, PartRows, RowPart, SequentialRows, block_rows
 
 _SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
@@ -40,42 +40,22 @@ END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 _SHARD = "shard"  # argument of the user's function
+_UNSHARDED = (
+    "computes all of them, since only the pipeline's author knows from where on a row depends on no other "
+    "(see shard of from_tf)"
+)
+_EXACTLY_ONCE = (
+    "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated"
+)
+_NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
 _open: dict[int, list[Any]] = {}  # iterators that are read, by any thread
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The rows of a pass that a process reads: of each `total` consecutive ones, `count` from the `first` on."""
-
-    first: int = 0
-    count: int = 1
-    total: int = 1
-
-    def has(self, rows: Rows) -> bool:
-        """Whether all rows are in this part."""
-        return bool(((rows - self.first) % self.total < self.count).all())
-
-    def places(self, rows: Rows) -> Rows:
-        """Places of rows of this part among all of its rows."""
-        return rows // self.total * self.count + rows % self.total - self.first
-
-    def of(self, pipeline: Any, turn: int) -> Any:
-        """The rows of this part of a tf.data.Dataset, from row turn * total on."""
-        pipeline = pipeline.skip(turn * self.total) if turn else pipeline
-        if self.count == self.total:
-            return pipeline
-        if self.count == 1:
-            return pipeline.shard(self.total, self.first)
-        numbered = pipeline.enumerate().filter(lambda place, _: (place - self.first) % self.total < self.count)
-        return numbered.map(lambda _, row: row)
-
-
-_WHOLE = _Part()
-_CHECKED = _Part(first=3, total=7)  # compared with the whole pipeline
+_CHECKED = RowPart(first=3, total=7)  # compared with the whole pipeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _PipelineSource(Source):
+class _PipelineSource(SequentialSource):
     """Rows of a pipeline. `from_tf` says what the fields mean."""
 
     make: Callable[..., Any]
@@ -90,6 +70,18 @@ class _PipelineSource(Source):
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return (self.make,)
+
+    @property
+    def kind(self) -> str:
+        return "a tf.data pipeline"
+
+    @property
+    def reading(self) -> str:
+        return "computes only its own rows after shard" if self.sharded else _UNSHARDED
+
+    @property
+    def guarantee(self) -> str:
+        return _EXACTLY_ONCE if self.replayable else _NOT_REPLAYABLE
 
     def describe(self) -> str:
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
@@ -109,7 +101,7 @@ class _PipelineSource(Source):
         if self.sharded and self.replayable:
             self._check_part(pipeline, schema, first)
         named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
-        looked_at = _rows(first)
+        looked_at = block_rows(first)
         return Index(
             rows=rows,
             groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
@@ -120,20 +112,27 @@ class _PipelineSource(Source):
             weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
 
-    def open(self, index: Index) -> NoReturn:
-        raise DataError("a tf.data pipeline has no rows by number", where=self.describe(), remedy="read it in order")
-
     def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
         """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
-        whole = _PipelineRows(self, index, columns, _WHOLE)
+        whole = self._reader(index, columns, ALL_ROWS)
         if feeding is None or not (self.sharded and feeding.data_ranks):
             return whole
         ranks = feeding.data_ranks
-        part = _Part(first=ranks.start, count=len(ranks), total=feeding.total)
-        return _PartRows(_PipelineRows(self, index, columns, part), whole)
+        part = RowPart(first=ranks.start, count=len(ranks), total=feeding.total)
+        return PartRows(self._reader(index, columns, part), whole)
 
-    def opened(self, epoch: int, part: _Part = _WHOLE, turn: int = 0) -> Any:
-        """The pipeline of an epoch: the rows of a part, from row turn * part.total on.
+    def _reader(self, index: Index, columns: Sequence[str], part: RowPart) -> SequentialRows:
+        where = self.describe()
+        if part.total > 1:
+            where += f", counted in the rows of data rank {part.first} of {part.total}"
+
+        def open_pass(epoch: int, place: int) -> Blocks:
+            return read_blocks(self.opened(epoch, part, place), index.schema, where, place)
+
+        return SequentialRows(open_pass, index, columns, where=self.describe(), part=part)
+
+    def opened(self, epoch: int, part: RowPart = ALL_ROWS, place: int = 0) -> Any:
+        """The pipeline of an epoch: the rows of a part, from a place on.
 
         Raises UserCodeError, DataError.
         """
@@ -142,7 +141,7 @@ class _PipelineSource(Source):
         def shard(rows: Any) -> Any:
             nonlocal calls
             calls += 1
-            return part.of(rows, turn)
+            return _part_of(rows, part, place)
 
         named = {_SHARD: shard} if self.sharded else {}
         try:
@@ -164,13 +163,13 @@ class _PipelineSource(Source):
                 where=self.describe(),
                 remedy="call rows = shard(rows) before the rows are decoded, or leave the argument out",
             )
-        return pipeline if self.sharded else part.of(pipeline, turn)
+        return pipeline if self.sharded else _part_of(pipeline, part, place)
 
     def _check_part(self, pipeline: Any, schema: Mapping[str, Field], first: Arrays) -> None:
         """Compare a part of the pipeline with those rows of the whole one. Raises DataError."""
         part, known = self.opened(0, _CHECKED), int(pipeline.cardinality())
         rows = {name: array[_CHECKED.first :: _CHECKED.total] for name, array in first.items()}
-        found = self._first_rows(part, schema, _rows(rows)) if _rows(rows) else rows
+        found = self._first_rows(part, schema, block_rows(rows)) if block_rows(rows) else rows
         length = max(-(-(known - _CHECKED.first) // _CHECKED.total), 0)
         if _digest(found) != _digest(rows) or (known >= 0 and int(part.cardinality()) != length):
             raise DataError(
@@ -218,70 +217,18 @@ class _PipelineSource(Source):
         raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")
 
 
-class _PartRows:
-    """Reads the rows of a part, and from the whole pipeline if others are among them, such as another rank's unit."""
-
-    def __init__(self, own: _PipelineRows, whole: _PipelineRows) -> None:
-        self._own, self._whole = own, whole
-
-    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
-        return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
-
-
-class _PipelineRows:
-    """Reads one pass after the other; an earlier row restarts the pass. Safe to use from several threads."""
-
-    def __init__(self, source: _PipelineSource, index: Index, columns: Sequence[str], part: _Part) -> None:
-        self._source, self._index, self._columns, self.part = source, index, columns, part
-        self._lock = threading.Lock()
-        self._epoch = -1
-        self._blocks: Iterator[Arrays] = iter(())
-        self._kept: list[Arrays] = []
-        self._first = self._next = 0  # place in the part of the first row kept, and the place after the last
-
-    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
-        if not len(rows):
-            return {name: np.empty((0, *field.shape), field.dtype) for name, field in self._fields()}
-        places = self.part.places(rows)
-        low, high = int(places.min()), int(places.max()) + 1
-        with self._lock:
-            if epoch != self._epoch or low < self._first:
-                self._begin(epoch, int(rows.min()) // self.part.total)
-            while self._next < high:
-                self._read(low)
-            return {
-                name: np.concatenate([block[name] for block in self._kept])[places - self._first]
-                for name, _ in self._fields()
-            }
-
-    def _fields(self) -> Iterator[tuple[str, Field]]:
-        return ((name, self._index.schema[name]) for name in self._columns)
-
-    def _begin(self, epoch: int, turn: int) -> None:
-        place = turn * self.part.count
-        pipeline = self._source.opened(epoch, self.part, turn)
-        where = self._source.describe()
-        if self.part.total > 1:
-            where += f", counted in the rows of data rank {self.part.first} of {self.part.total}"
-        self._blocks = read_blocks(pipeline, self._index.schema, where, place)
-        self._kept, self._epoch, self._first, self._next = [], epoch, place, place
-
-    def _read(self, wanted: int) -> None:
-        """Read another block; blocks that end before the row wanted are dropped, except the last of them."""
-        block = next(self._blocks, None)
-        if block is None:
-            row = self._next // self.part.count * self.part.total + self.part.first + self._next % self.part.count
-            raise DataError(
-                f"the pipeline ended before row {row} of {self._index.rows}",
-                where=f"{self._source.describe()}, epoch {self._epoch}",
-                remedy="give it as many rows in each epoch, or pass the number as rows=",
-            )
-        self._kept.append(block)
-        self._next += _rows(block)
-        while len(self._kept) > 1 and self._first + _rows(self._kept[0]) + _rows(self._kept[1]) <= wanted:
-            self._first += _rows(self._kept.pop(0))
+def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:
+    """The rows of a part of a tf.data.Dataset, from a place on."""
+    turn, rest = divmod(place, part.count)
+    pipeline = pipeline.skip(turn * part.total) if turn else pipeline
+    if part.count == part.total:
+        rows = pipeline
+    elif part.count == 1:
+        rows = pipeline.shard(part.total, part.first)
+    else:
+        numbered = pipeline.enumerate().filter(lambda row, _: (row - part.first) % part.total < part.count)
+        rows = numbered.map(lambda _, row: row)
+    return rows.skip(rest) if rest else rows
 
 
 def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bool = True) -> Dataset:
@@ -330,7 +277,7 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
     return Dataset(source=_PipelineSource(make=make, rows=rows, replayable=replayable))
 
 
-def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 0) -> Iterator[Arrays]:
+def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 0) -> Blocks:
     """Arrays of consecutive rows.
 
     Args:
@@ -357,7 +304,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
                 ) from error
             columns = _named_components(element, where)
             block = {name: _array(columns[name], field) for name, field in schema.items()}
-            first += _rows(block)
+            first += block_rows(block)
             yield block
     finally:
         _close_iterator(held)
@@ -421,8 +368,6 @@ def _array(values: Any, field: Field) -> Any:
 
 def _digest(block: Arrays) -> str:
     """SHA-256 over all rows."""
-    return hash_values({name: array[row : row + 1] for name, array in block.items()} for row in range(_rows(block)))
-
-
-def _rows(block: Arrays) -> int:
-    return len(next(iter(block.values())))
+    return hash_values(
+        {name: array[row : row + 1] for name, array in block.items()} for row in range(block_rows(block))
+    )

@@ -328,7 +328,7 @@ def test_what_a_pipeline_runs_has_ended_when_it_is_let_go() -> None:
     rows = read_blocks(slow, INTEGERS, "here")
     assert next(rows)["i"].tolist() == [7]
     Timer(0.2, slow.may_end.set).start()
-    rows.close()  # type: ignore[attr-defined]
+    rows.close()
     assert slow.ended.is_set()
 
 
@@ -338,7 +338,7 @@ def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.Monke
     slow = Slow()
     rows = read_blocks(slow, INTEGERS, "here")
     next(rows)
-    rows.close()  # type: ignore[attr-defined]
+    rows.close()
     assert not slow.ended.is_set()
     slow.may_end.set()
     assert slow.ended.wait(30.0), "it is let go all the same"

@@ -1,0 +1,160 @@
+"""Rows by number from a source that gives them one after the other: read in passes, each from a row on.
+
+A reader keeps the last few blocks of a pass. A row before them, or of another epoch, restarts the pass at that row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
+
+Blocks = Generator[Arrays, None, None]
+"""Blocks of consecutive rows. Closing it ends what the pass runs: threads, processes, iterators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPart:
+    """The rows of a pass that a process reads: of each `total` consecutive ones, `count` from the `first` on.
+
+    A row has a place in its part: 0 for the part's first row, and so on.
+    """
+
+    first: int = 0
+    count: int = 1
+    total: int = 1
+
+    def has(self, rows: Rows) -> bool:
+        """Whether all rows are in this part."""
+        return bool(((rows - self.first) % self.total < self.count).all())
+
+    def places(self, rows: Rows) -> Rows:
+        """Places of rows of this part."""
+        return rows // self.total * self.count + rows % self.total - self.first
+
+    def row(self, place: int) -> int:
+        """The row at a place."""
+        return place // self.count * self.total + self.first + place % self.count
+
+
+ALL_ROWS = RowPart()
+
+
+class SequentialRows(RowAccess):
+    """Reads one pass after the other. Safe to use from several threads, which then wait for each other.
+
+    Args:
+        open_pass: (epoch, place) -> the blocks of the part's rows of a pass, from a place on. It is closed before
+            another is opened.
+        index: of the source.
+        columns: to read; blocks may have others too.
+        where: the source, for errors.
+        part: the rows that the blocks have.
+        what: names the source in errors.
+        exact: whether a pass must end after the last row of the index; otherwise its further rows are left out.
+        remedy: what to do where a pass has fewer or more rows.
+    """
+
+    def __init__(
+        self,
+        open_pass: Callable[[int, int], Blocks],
+        index: Index,
+        columns: Sequence[str],
+        *,
+        where: str,
+        part: RowPart = ALL_ROWS,
+        what: str = "the pipeline",
+        exact: bool = False,
+        remedy: str = "give it as many rows in each epoch, or pass the number as rows=",
+    ) -> None:
+        self.part = part
+        self._open, self._rows, self._where, self._what = open_pass, index.rows, where, what
+        self._exact, self._remedy = exact, remedy
+        self._fields = {name: index.schema[name] for name in columns}
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._blocks: Blocks | None = None
+        self._kept: list[Arrays] = []
+        self._first = self._next = 0  # place of the first row kept, and the place after the last
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape).
+
+        Raises:
+            DataError: the pass ended before a row, or goes on after the last row of the index. Also what the blocks
+                raise.
+        """
+        if not len(rows):
+            return {name: np.empty((0, *field.shape), field.dtype) for name, field in self._fields.items()}
+        places = self.part.places(rows)
+        low, high = int(places.min()), int(places.max()) + 1
+        with self._lock:
+            if self._blocks is None or epoch != self._epoch or low < self._first:
+                self._begin(epoch, low)
+            while self._next < high:
+                self._read(low)
+            if self._exact and self.part.row(self._next) >= self._rows:
+                self._check_end()
+            return {
+                name: np.concatenate([block[name] for block in self._kept])[places - self._first]
+                for name in self._fields
+            }
+
+    def _begin(self, epoch: int, place: int) -> None:
+        blocks, self._blocks, self._kept = self._blocks, None, []
+        if blocks is not None:
+            blocks.close()
+        self._blocks = self._open(epoch, place)
+        self._epoch, self._first, self._next = epoch, place, place
+
+    def _read(self, wanted: int) -> None:
+        """Read another block; blocks that end before the row wanted are dropped, except the last of them."""
+        block = self._next_block()
+        if block is None:
+            raise DataError(
+                f"{self._what} ended before row {self.part.row(self._next)} of {self._rows}",
+                where=f"{self._where}, epoch {self._epoch}",
+                remedy=self._remedy,
+            )
+        self._kept.append(block)
+        self._next += block_rows(block)
+        while len(self._kept) > 1 and self._first + sum(map(block_rows, self._kept[:2])) <= wanted:
+            self._first += block_rows(self._kept.pop(0))
+
+    def _next_block(self) -> Arrays | None:
+        """The next block; None at the end. A pass that failed is opened anew the next time."""
+        assert self._blocks is not None, "a pass was begun"
+        try:
+            return next(self._blocks, None)
+        except BaseException:
+            self._blocks = None
+            raise
+
+    def _check_end(self) -> None:
+        if self.part.row(self._next - 1) >= self._rows or self._next_block() is not None:
+            raise DataError(
+                f"{self._what} goes on after its {self._rows} rows",
+                where=f"{self._where}, epoch {self._epoch}",
+                remedy=self._remedy,
+            )
+
+
+class PartRows(RowAccess):
+    """Reads the rows of a part, and all rows if others are asked for too, such as another rank's unit."""
+
+    def __init__(self, own: SequentialRows, whole: SequentialRows) -> None:
+        self._own, self._whole = own, whole
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
+        return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
+
+
+def block_rows(block: Arrays) -> int:
+    """Rows of a block."""
+    return len(next(iter(block.values())))
