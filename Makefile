@@ -8,7 +8,7 @@ ARGS ?=
 MINUTES ?= 30
 BIN := $(VENV)/bin
 # tests/conftest.py says how many processes there are, and which runs what.
-PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder -n auto
+PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder --max-worker-restart 0 -n auto
 CODE := app clusters strategies datasets examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help

@@ -27,6 +27,7 @@ LEAST, MOST = 4, 8  # processes
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 LONGEST = 30  # files, in the table at the end
+SOAK = frozenset(Path(__file__).with_name("soak.txt").read_text(encoding="utf-8").splitlines())
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
@@ -48,12 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that need a GPU where there is none, and those of targets of their own."""
+    mark_long_tests(config, items)
     unwanted = [name for name in APART if name not in config.option.markexpr]
     deselected = [item for item in items if any(map(item.get_closest_marker, unwanted)) or lacks_device(item)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
     order = ("hosts", *ORDER) if "hosts" in config.option.markexpr else ORDER
     items.sort(key=lambda item: [item.nodeid.startswith(f"tests/{name}") for name in order], reverse=True)
+
+
+def mark_long_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of soak.txt. Raises UsageError for a line that no test has."""
+    for item in items:
+        if item.nodeid in SOAK:
+            item.add_marker("soak")
+    files, known = {item.nodeid.partition("::")[0] for item in items}, {item.nodeid for item in items}
+    stale = [line for line in SOAK - known if line.partition("::")[0] in files]
+    if stale and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/soak.txt names tests that are not there: {', '.join(sorted(stale))}")
 
 
 def lacks_device(item: pytest.Item) -> bool:
