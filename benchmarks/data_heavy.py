@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from feeds import HeavyStream
+from feeds import HeavyStream, RayStream
 from figures import Figure, compare
 from images import SIDE, SMALL, shrink, write_images
 from peers.ray_data import StreamingSplit
@@ -19,7 +19,8 @@ NOTE = (
     f"a row, over {EPOCHS} epochs, from the opening of the data to the last batch, start-up included. trainwright and "
     "`streaming_split` run the same function by map_batches with one CPU for each call, on the same cluster of "
     f"{CPUS} CPUs that is up; `streaming_split` reads the folder as {FILES} blocks, so that both CPUs have work, and "
-    "shuffles in a local buffer of 1,024 rows. DataLoader decodes row by row in as many workers as there are CPUs, "
+    "shuffles in a local buffer of 1,024 rows. `Ray Dataset as train=` is the same data set of Ray Data, given to "
+    "trainwright, which streams it. DataLoader decodes row by row in as many workers as there are CPUs, "
     "and collates; the encoded images are in memory. `later epoch` is the second one alone."
 )
 
@@ -34,19 +35,25 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         "streaming_split": StreamingSplit(
             path=path, batch_size=BATCH_SIZE, buffer_rows=1024, function=shrink, blocks=files
         ),
+        "train=ds": RayStream(path=path, batch_size=BATCH_SIZE, cpus=CPUS, function=shrink, blocks=files),
         "DataLoader": ImageLoader(path=path, batch_size=BATCH_SIZE, workers=CPUS),
     }
     with host(cluster=True) as cluster, host() as alone:
-        hosts = {"trainwright": cluster, "streaming_split": cluster, "DataLoader": alone}
+        hosts = {name: alone if name == "DataLoader" else cluster for name in loaders}
         turns = {name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}
         passes = interleaved(turns, rounds)
     ours = passes.pop("trainwright")
+    streamed = passes.pop("train=ds")
     targets = {"streaming_split": 1 / 3, "DataLoader": 1.0}
     return [
         compare("data_heavy", f"{what}, against {name}", "ms/row", first(ours), first(peers), target=targets[name])
         for name, peers in passes.items()
         for what, first in (("whole", _whole), ("later epoch", _later))
-    ]
+    ] + [
+        compare("data_heavy", f"{what}, Ray Dataset as train=, against streaming_split", "ms/row", first(streamed),
+                first(passes["streaming_split"]), target=0.9)
+        for what, first in (("whole", _whole), ("later epoch", _later))
+    ]  # fmt: skip
 
 
 def _turn(run: Run, loader: Loader, rounds: Rounds) -> Callable[[], list[Pass]]:

@@ -64,6 +64,43 @@ class HeavyStream:
             fetcher.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class RayStream:
+    """A Ray Dataset over a parquet folder as `train=` takes it, streamed; a cluster must be up.
+
+    Attributes:
+        function, function_rows: of map_batches, with one CPU for each call; None for none.
+        blocks: to read the folder as; None leaves it to Ray Data.
+    """
+
+    path: str
+    batch_size: int
+    cpus: float
+    function: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    function_rows: int = 128
+    blocks: int | None = None
+
+    def epochs(self, count: int) -> Iterator[Iterator[int]]:
+        """One actor over all epochs."""
+        import ray.data
+
+        from trainwright.datasets.ray_data.block_stream import start_streams
+
+        data = ray.data.read_parquet(self.path, override_num_blocks=self.blocks)
+        if self.function is not None:
+            data = data.map_batches(self.function, batch_size=self.function_rows, num_cpus=1)
+        dataset = tw.datasets.from_ray(data)
+        index = dataset.index()
+        handle, (rows,) = start_streams([(dataset, index, count)], None, {"CPU": self.cpus, "GPU": 0.0})
+        stream = BatchLoader(
+            dataset, index, batch_size=self.batch_size, epochs=count, feeding=ONE_RANK, rows=rows, columns=None
+        )
+        try:
+            yield from epochs_of(stream, count)
+        finally:
+            handle.close()
+
+
 def epochs_of(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
     """Rows of each batch, epoch by epoch."""
     with stream.feeds() as feeds:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class Index:
     # by file, its bytes at the time; empty where they are not compared
     sizes: Mapping[str, int] = field(default_factory=dict)
     in_order: bool = False  # whether rows come one after the other only, in an order of their own
+    window: int = 0  # rows of those in order that may be shuffled among each other
     # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
@@ -95,6 +96,13 @@ class RowAccess(Protocol):
 
 class Source(ABC):
     """Where rows come from. Lazy and picklable."""
+
+    streamed: ClassVar[bool] = False  # whether Ray Data executes it, and a run delivers its rows to the workers
+
+    @property
+    def needs(self) -> Mapping[str, float]:
+        """CPUs and GPUs without which Ray Data cannot execute it."""
+        return {}
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:

@@ -251,9 +251,16 @@ class Dataset:
         return any(step.heavy for step in self.transforms)
 
     @property
+    def streamed(self) -> bool:
+        """Whether Ray Data executes the source."""
+        return self.source.streamed
+
+    @property
     def stateful(self) -> bool:
-        """Whether a heavy transform is slow to open, so that only the actors of Ray Data shall open it."""
-        return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
+        """Whether reading a row is slow to begin, so that only the actors of Ray Data shall do it."""
+        return self.streamed or any(
+            step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms
+        )
 
     @property
     def needs(self) -> dict[str, float]:

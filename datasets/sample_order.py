@@ -120,6 +120,7 @@ class SampleOrder:
     lanes: Lanes  # how the rows are cut
     seed: int = 0  # of the shuffle
     shuffle: bool = True  # False gives row i at position i, and positions to the ranks in turn
+    in_order: bool = False  # whether the windows keep their order, and only the rows inside them are shuffled
 
     def rows_of(self, epoch: int, start: int, stop: int) -> Rows:
         """Rows at positions start..stop of an epoch, in position order: (stop - start,) int64."""
@@ -194,7 +195,8 @@ class SampleOrder:
         """Windows in the order of an epoch, lane after lane in storage: (the slot each begins at, its number)."""
         edges = self.lanes.edges
         ranges = np.searchsorted(np.sort(self.lanes.starts), edges[:-1], "right")
-        windows = np.lexsort((_keys(fold_seed(self.seed, epoch), len(edges) - 1), ranges))
+        keys = np.arange(len(edges) - 1) if self.in_order else _keys(fold_seed(self.seed, epoch), len(edges) - 1)
+        windows = np.lexsort((keys, ranges))
         sizes = np.diff(edges)[windows]
         return np.cumsum(sizes) - sizes, windows
 
@@ -204,7 +206,7 @@ class SampleOrder:
         return np.argsort(_keys(fold_seed(self.seed, epoch, window), size), kind="stable").astype(np.int32)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"lanes": self.lanes, "seed": self.seed, "shuffle": self.shuffle}
+        return {"lanes": self.lanes, "seed": self.seed, "shuffle": self.shuffle, "in_order": self.in_order}
 
 
 def _grouped(labels: Rows) -> Iterator[tuple[int, Rows]]:
@@ -306,6 +308,12 @@ class StepSchedule:
     def total_steps(self) -> int:
         """Steps of all epochs."""
         return self.steps_per_epoch * self.epochs
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data that the run begins."""
+        last = self.total_steps - 1
+        return -(-(self._place(last) + self.size(last)) // self.rows)
 
     @property
     def _epoch_rows(self) -> int:

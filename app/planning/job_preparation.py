@@ -332,6 +332,8 @@ def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
     classes: dict[Any, tuple[str, float]] = {}
     functions: dict[str, float] = {}
     for dataset in (job.train, job.evaluate):
+        if dataset is not None and dataset.streamed:
+            functions[repr(dataset)] = dataset.source.needs["GPU"]
         for step in dataset.transforms if dataset is not None else ():
             if step.heavy:
                 name = function_name(step.function)

@@ -150,6 +150,7 @@ class RunSetup:
             preemption_s=job.recovery.preemption_s,
             fetcher=feeder.train,
             evaluate_fetcher=feeder.evaluate,
+            rows=feeder.rows,
             row=row,
             weights=prepared.weights,
         )
@@ -223,7 +224,7 @@ _MIN_WAIT_SHARE = 0.2  # share of their time
 
 
 class RayDataFeeder:
-    """Starts the delivery of a run's heavy data sets, and warns once if the steps wait for it.
+    """Starts the delivery of a run's heavy and streamed data sets, and warns once if the steps wait for it.
 
     Args:
         train, evaluate: indexes of the data sets.
@@ -235,23 +236,32 @@ class RayDataFeeder:
 
     def __init__(self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float) -> None:
         self._fetchers: dict[str, Any] = {}
+        self._streams: Any = None
+        self.rows: dict[str, Any] = {}  # by data set, the reader of its streamed rows
         self._steps = self._counted = 0
         self._step_s = self._wait_s = 0.0
         self._told = False
-        heavy: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {}
-        if job.train.heavy:
-            heavy["train"] = job.train, train, job.ordering()
-        if job.evaluate is not None and evaluate is not None and job.evaluate.heavy:
-            heavy["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
+        read: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
+        if job.evaluate is not None and evaluate is not None:
+            read["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
+        heavy = {name: parts for name, parts in read.items() if parts[0].heavy}
         if heavy:
             from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery
 
+            hang_s = job.recovery.hang_deadline_s or DEADLINE_S
             recipes = [
                 make_pipeline_spec(data, index, columns=job.columns, **order) for data, index, order in heavy.values()
             ]
-            hang_s = job.recovery.hang_deadline_s or DEADLINE_S
             fetchers = start_delivery(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
+        streamed = {name: parts for name, parts in read.items() if parts[0].streamed and name not in heavy}
+        if streamed:
+            from trainwright.datasets.ray_data.block_stream import start_streams
+
+            sources = [(data, index, make_schedule(index, **order).passes) for data, index, order in streamed.values()]
+            least_s, free = job.recovery.hang_deadline_s or 0.0, {"CPU": cpus, "GPU": float(gpus)}
+            self._streams, rows = start_streams(sources, job.columns, free, least_s)
+            self.rows = dict(zip(streamed, rows, strict=True))
 
     @property
     def train(self) -> Fetcher | None:
@@ -293,6 +303,9 @@ class RayDataFeeder:
         for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
             fetcher.close()
         self._fetchers.clear()
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
 
 
 def _bottleneck_text(share: float, stages: Any) -> str:

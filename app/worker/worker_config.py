@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,8 @@ from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.pickling import dumps, loads
 from trainwright.core.plan import Plan
-from trainwright.datasets.dataset import Index, first_batch
+from trainwright.datasets.data_source import Index, RowAccess
+from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import Fetcher
 from trainwright.planning.job_description import imported_sources
 
@@ -121,6 +122,8 @@ class WorkerConfig:
     # delivers heavy transforms through Ray Data; None when the workers read for themselves
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
+    # by data set, `train` or `evaluate`: what delivers the rows of its source, where Ray Data executes that
+    rows: Mapping[str, RowAccess] = field(default_factory=dict)
     row: Batch | None = None  # one of the training set, where a worker should not open what computes it
     weights: WeightSource | None = None  # opened files of `initial_weights`; None where a checkpoint brings all weights
 

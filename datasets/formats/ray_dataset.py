@@ -1,11 +1,12 @@
-"""Any Ray Dataset as a source: kept in Ray's object store, or written as parquet once.
+"""Any Ray Dataset as a source: streamed, kept in Ray's object store, or written as parquet once.
 
-A Ray Dataset promises neither the order of its rows nor their place in a block, so it is executed once, and the run
-reads the result.
+A data set is executed once in each pass and streamed into the workers; see `datasets.ray_data.block_stream`. A row is
+known by its place in a pass. A run that starts again within a pass executes it from its start and drops the rows that
+were trained on.
 
-In the object store the blocks belong to the process that made them. Recovery from a failed worker replays them exactly.
-When that process ends, or a node with blocks that cannot be computed again is lost, the blocks are lost: the next run
-executes the data set again, and resumes only where the blocks have the same rows at the same places; it is refused
+A materialised data set has rows by number instead. Its blocks belong to the process that made them. Recovery from a
+failed worker replays them exactly. When that process ends, or a node with blocks that cannot be computed again is lost,
+the blocks are lost: the next run resumes only where the blocks have the same rows at the same places; it is refused
 otherwise. With `cache=` the driver writes the rows as parquet, and from then on the folder is the data set: any process
 can replay it while the folder exists.
 """
@@ -14,35 +15,57 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import ray
+from ray import cloudpickle
 
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
+from trainwright.core.pickling import dumps
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
     Index,
     Loader,
+    RowAccess,
     RowGroup,
+    SequentialSource,
     Source,
     hash_parts,
     require_same_fields,
     schema_of,
-    select_columns,
 )
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
-from trainwright.datasets.formats.python_objects import arrow_array
+from trainwright.datasets.formats.python_objects import hash_values
+from trainwright.datasets.ray_data.block_stream import (
+    ExecutedBlocks,
+    StreamRows,
+    StreamSpec,
+    block_arrays,
+    block_table,
+    execute,
+    first_rows,
+    is_ray_dataset,
+    known_rows,
+    least_resources,
+    open_dataset,
+)
 
 _FILE = "Ray block"
+_FIRST = "first"  # trait of an index: a digest of the first rows
+_WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockInfo:
-    """A block's rows, decoded size, schema (empty without rows) and `ends`, a digest of its first and last rows."""
+    """A block's rows, decoded size, schema and `ends`, a digest of its first and last rows."""
 
     rows: int
     size_bytes: int
@@ -52,7 +75,7 @@ class _BlockInfo:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RaySource(Source):
-    """Blocks in Ray's object store, in order, without the empty ones."""
+    """Blocks in Ray's object store, in order."""
 
     blocks: tuple[_BlockInfo, ...]
     references: bytes  # to the blocks, pickled by Ray; a process that unpickles them borrows the blocks
@@ -77,8 +100,6 @@ class _RaySource(Source):
         )
 
     def open(self, index: Index) -> RayLoader:
-        from ray import cloudpickle
-
         return RayLoader(cloudpickle.loads(self.references))
 
 
@@ -94,8 +115,6 @@ class RayLoader(Loader):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of a block; DataError where it is gone."""
-        import ray
-
         try:
             block = ray.get(self._references[number])
         except ray.exceptions.RayError as error:
@@ -105,93 +124,176 @@ class RayLoader(Loader):
                 remedy="run again to compute it again, or give from_ray a cache= folder, which outlives the process "
                 "that made the blocks",
             ) from error
-        return _arrays(_table(block), columns, f"{_FILE} {number}")
+        return block_arrays(block, columns, f"{_FILE} {number}")
 
 
-def from_ray(dataset: Any, cache: str | None = None) -> Dataset:
-    """Rows of a `ray.data.Dataset`. It is executed now.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _StreamSource(SequentialSource):
+    """Rows of a Ray Dataset, executed in each pass. `from_ray` says what the fields mean."""
 
-    The module says what can be replayed: with a cache everything, without one everything but the end of this process.
+    make: Any
+    rows: int | None = None
+    replayable: bool = True
+    streamed = True
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The function of the epoch, where there is one."""
+        return () if is_ray_dataset(self.make) else (self.make,)
+
+    @property
+    def needs(self) -> Mapping[str, float]:
+        """CPUs and GPUs without which Ray Data cannot execute it: of all actors, and of the largest task."""
+        return least_resources(open_dataset(self.make, 0, self.describe()))
+
+    @property
+    def kind(self) -> str:
+        """What it is."""
+        return "a Ray Dataset"
+
+    @property
+    def reading(self) -> str:
+        """What a worker reads of a pass and why."""
+        return "gets its share of each batch from Ray Data, which executes the data set once in each pass"
+
+    @property
+    def guarantee(self) -> str:
+        """How often each row counts and why."""
+        if self.replayable:
+            return "each row counts exactly once, as long as each execution gives the same rows in the same order"
+        return "rows can count twice or never after a failure of the driver (replayable=False)"
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"from_ray({getattr(self.make, '__name__', 'Dataset')})"
+
+    def index(self) -> Index:
+        """Look at the first block, and at all others where Ray Data does not know how many rows there are.
+
+        Raises DataError, UserCodeError.
+        """
+        dataset = open_dataset(self.make, 0, self.describe())
+        rows = self.rows or known_rows(dataset)
+        first, counted = self._look(dataset, whole=rows is None)
+        rows = rows or counted
+        schema, looked_at = schema_of(first), len(next(iter(first.values())))
+        row_bytes = max(sum(_size_bytes(array) for array in first.values()) // looked_at, 1)
+        named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
+        return Index(
+            rows=rows,
+            groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
+            schema=schema,
+            row_bytes=row_bytes,
+            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),
+            traits={_FIRST: hash_values([first])},
+            in_order=True,
+            window=min(rows, max(_WINDOW_BYTES // row_bytes, 1)),
+        )
+
+    def spec(self, index: Index, passes: int) -> StreamSpec:
+        """What a process executes, for as many passes."""
+        return StreamSpec(
+            make=dumps(self.make),
+            rows=index.rows,
+            passes=passes,
+            exact=self.rows is None,
+            first=index.traits[_FIRST] if self.replayable else "",
+            name=self.describe(),
+        )
+
+    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+        """A reader that executes the data set in this process."""
+        return StreamRows(ExecutedBlocks(self.spec(index, 1)), index, columns, self.describe())
+
+    def _look(self, dataset: Any, *, whole: bool = False) -> tuple[Arrays, int]:
+        """Return the first rows of a Ray Dataset, and how many it has where the whole of it is looked at."""
+        first: Arrays | None = None
+        count, blocks = 0, execute(dataset, self.describe())
+        with contextlib.closing(blocks):
+            for rows, _, reference in blocks:
+                count += rows
+                if first is None:
+                    first = first_rows(ray.get(reference), self.describe())
+                if not whole:
+                    break
+        if first is None:
+            raise DataError("the Ray Dataset has no rows", where=self.describe(), remedy="look at how it is made")
+        return first, count
+
+
+def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None, replayable: bool = True) -> Dataset:
+    """Rows of a `ray.data.Dataset`, streamed: it is executed once in each pass, and never held whole.
+
+    Each pass is executed in order (`preserve_order`). With the job's `shuffle`, rows are shuffled within a window of
+    64 MiB, by (seed, epoch); for more, shuffle in the data set itself, with a seed. Rows have no numbers: filters and
+    packing belong into the data set. A materialised data set (`dataset.materialize()`) is not executed again and has
+    rows by number, for all of this.
+
+    After a failed worker, the blocks that are still kept are delivered again. After a failed driver, the pass is
+    executed from its start and the rows trained on are dropped. So each row counts exactly once if each execution gives
+    the same rows in the same order, which is checked with the first rows.
 
     Args:
-        dataset: any Ray Dataset.
-        cache: folder or URI to write its rows to, as parquet. Where that has been done before, nothing is executed and
-            the folder is read: delete it when the data set was changed. Without it the blocks stay in the object
-            store, which needs room for them (Ray spills the rest to disk).
+        dataset: any Ray Dataset, or a function (epoch) that returns one, for random data sets that are others in each
+            epoch.
+        cache: folder or URI to write its rows to, as parquet, now. Where that has been done before, nothing is executed
+            and the folder is read: delete it when the data set was changed.
+        rows: of a pass, where counting them would execute an expensive data set once more; of a longer one it takes the
+            first so many.
+        replayable: whether each execution gives the same rows in the same order.
 
     Raises:
-        DataError: there is no row, a value is null, a column has no type, or `cache` holds something else.
+        DataError: it is something else, or `cache` holds something else. When it is looked at: there is no row, a value
+            is null, or a column has no type. When it is executed: there are other rows than before.
     """
-    if not hasattr(dataset, "iter_internal_ref_bundles"):
+    if not (is_ray_dataset(dataset) or callable(dataset)):
         raise DataError(
             f"a {type(dataset).__name__} is no Ray Dataset", where="from_ray", remedy="give a ray.data.Dataset"
         )
-    if cache is None:
-        return Dataset(source=_materialize(dataset))
-    if not is_complete(cache):
-        write_shards(_batches(dataset), cache)
-    return parquet(cache)
+    if rows is not None and rows < 1:
+        raise DataError(f"rows={rows} is no length of a pass", where="from_ray", remedy="give 1 or more")
+    if cache is not None:
+        if not is_complete(cache):
+            write_shards(_batches(open_dataset(dataset, 0, "from_ray")), cache)
+        return parquet(cache)
+    if type(dataset).__name__ == "MaterializedDataset":
+        return Dataset(source=_stored_blocks(dataset))
+    return Dataset(source=_StreamSource(make=dataset, rows=rows, replayable=replayable))
 
 
-def _materialize(dataset: Any) -> _RaySource:
-    """Execute a data set and look at each of its blocks, where it lies."""
-    import ray
-    from ray import cloudpickle
-
-    with _preserve_order(dataset):
-        bundles = list(dataset.materialize().iter_internal_ref_bundles())
-    references = [reference for bundle in bundles for reference in bundle.block_refs]
+def _stored_blocks(dataset: Any) -> _RaySource:
+    """Look at each block of a materialised data set, where it lies."""
+    references = [reference for _, _, reference in execute(dataset, "from_ray")]
     look = ray.remote(num_cpus=0)(_block_info)
     try:
         blocks = ray.get([look.remote(reference, number) for number, reference in enumerate(references)])
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, DataError) else error from None
-    filled = [(block, reference) for block, reference in zip(blocks, references, strict=True) if block.rows]
-    if not filled:
+    if not blocks:
         raise DataError("the Ray Dataset has no rows", where="from_ray", remedy="look at how it was made")
-    found, kept = zip(*filled, strict=True)
-    return _RaySource(blocks=found, references=cloudpickle.dumps(kept))  # type: ignore[no-untyped-call]
+    return _RaySource(blocks=tuple(blocks), references=cloudpickle.dumps(references))  # type: ignore[no-untyped-call]
 
 
 def _batches(dataset: Any) -> Iterator[Arrays]:
-    with _preserve_order(dataset):
-        for number, table in enumerate(dataset.iter_batches(batch_size=None, batch_format="pyarrow")):
-            if table.num_rows:
-                yield _arrays(table, table.column_names, f"{_FILE} {number}")
-
-
-@contextlib.contextmanager
-def _preserve_order(dataset: Any) -> Iterator[None]:
-    """Ask Ray Data to keep the order of blocks while the data set is executed."""
-    options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        yield
-    finally:
-        options.preserve_order = before
+    for number, (_, _, reference) in enumerate(execute(dataset, "from_ray")):
+        table = block_table(ray.get(reference))
+        yield block_arrays(table, table.column_names, f"{_FILE} {number}")
 
 
 def _block_info(block: Any, number: int) -> _BlockInfo:
     """Runs as a task of Ray, near the block."""
-    table = _table(block)
-    rows = table.num_rows
-    if not rows:
-        return _BlockInfo(rows=0, size_bytes=0, schema={}, ends="")
-    both = pa.concat_tables([table.slice(0, 1), table.slice(rows - 1, 1)])
-    ends = _arrays(both, table.column_names, f"{_FILE} {number}")
+    table = block_table(block)
+    both = pa.concat_tables([table.slice(0, 1), table.slice(table.num_rows - 1, 1)])
+    ends = block_arrays(both, table.column_names, f"{_FILE} {number}")
     sums = hashlib.sha256()
     for name, array in sorted(ends.items()):
         sums.update(repr((name, array.tolist())).encode())
     schema = schema_of(ends)
-    return _BlockInfo(rows=rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
+    return _BlockInfo(rows=table.num_rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
 
 
-def _table(block: Any) -> pa.Table:
-    from ray.data.block import BlockAccessor
-
-    return BlockAccessor.for_block(block).to_arrow()
-
-
-def _arrays(table: pa.Table, columns: Sequence[str], where: str) -> Arrays:
-    select_columns(dict.fromkeys(table.column_names), columns, where)
-    return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in columns}
+def _size_bytes(array: npt.NDArray[Any]) -> int:
+    """Size of a column; of an object, that of its text or bytes."""
+    if array.dtype != np.dtype(object):
+        return array.nbytes
+    return sum(len(value) if isinstance(value, str | bytes) else np.asarray(value).nbytes for value in array)

@@ -22,6 +22,7 @@ from trainwright.datasets.loading.bad_samples import SkippingReader
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import (
     MEMORY_BYTES,
+    Lanes,
     RankShare,
     SampleOrder,
     StepSchedule,
@@ -102,6 +103,7 @@ class BatchLoader:
         columns: that the feeds have; by default all.
         window: rows that are permuted together; by default chosen from the index.
         fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
+        rows: gives the rows of the source; by default they are read here.
         row: a row of the data set, repeated in full and warm feeds where a transform is slow to open.
         memory_bytes: decoded data that may be kept.
         salvage: skips samples that cannot be read; without it, they end the run.
@@ -131,6 +133,7 @@ class BatchLoader:
         columns: Iterable[str] | None = None,
         window: int | None = None,
         fetcher: Fetcher | None = None,
+        rows: RowAccess | None = None,
         row: Batch | None = None,
         memory_bytes: int = MEMORY_BYTES,
         salvage: SkippingReader | None = None,
@@ -146,7 +149,7 @@ class BatchLoader:
         largest = self.schedule.largest_share(feeding.total)
         self._accumulation = accumulation
         self._fill_rows = -(-largest // accumulation) if static_shapes else None
-        self._reader = make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
+        self._reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
 
     def feed(self, step: int, share: int) -> Feed:
@@ -308,8 +311,13 @@ def make_schedule(
             where="bucketed",
             remedy=f"give the job's to the data: .bucketed(..., {batch_size})",
         )
-    lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
-    order = SampleOrder(lanes=lanes, seed=seed, shuffle=shuffle and not (index.in_order or index.batch_size))
+    in_windows = index.in_order and index.window > 0
+    if in_windows:
+        lanes = Lanes(rows=index.rows, window=min(window or index.window, index.window))
+    else:
+        lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
+    shuffle = shuffle and (in_windows or not (index.in_order or index.batch_size))
+    order = SampleOrder(lanes=lanes, seed=seed, shuffle=shuffle, in_order=in_windows)
     return StepSchedule(
         order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last, epoch_samples=epoch_samples
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -30,13 +30,55 @@ if TYPE_CHECKING:
     from trainwright.datasets.ray_data.delivery_actor import StageProgress
     from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
+_Result = TypeVar("_Result")
+
 _CHUNK_ROWS = 1024  # rows of a chunk of steps
 DEADLINE_S = 300.0  # for one share
 _RETRY_S = 1.0
 _DEAD_ACTOR_S = 5.0  # for an actor that Ray does not start again, as when its driver is dead
-_SLACK_S = 30.0  # a consumer waits this much longer than the delivery actor, which knows more about the reason
+SLACK_S = 30.0  # a consumer waits this much longer than the delivery actor, which knows more about the reason
 _CLOSE_S = 10.0
 _DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time for another one to open and compute it
+
+
+def fetch_from_actor(attempt: Callable[[bool], _Result], deadline_s: float, what: str) -> _Result:
+    """Return what an attempt returns, which asks the delivery actor; try again where the actor or an object is lost.
+
+    Args:
+        attempt: with whether objects of an earlier answer were lost.
+        deadline_s: for an actor that is not available.
+        what: is asked for, for errors.
+
+    Raises:
+        DataError: the actor cannot be started.
+        HangError: there is no answer.
+    """
+    until, lost = time.monotonic() + deadline_s, False
+    while True:
+        try:
+            return attempt(lost)
+        except ObjectLostError:
+            lost = True
+        except GetTimeoutError as error:
+            raise HangError(
+                f"the delivery actor gave no answer within {deadline_s + SLACK_S:g} s",
+                where=what,
+                remedy="run the same command again",
+            ) from error
+        except (ActorUnavailableError, RayActorError) as error:
+            if getattr(error, "actor_init_failed", False):
+                raise DataError(
+                    "the data set cannot be opened where Ray Data runs",
+                    remedy="install what its functions import on every node",
+                    detail=str(error),
+                ) from error
+            if isinstance(error, ActorDiedError):
+                until = min(until, time.monotonic() + _DEAD_ACTOR_S)
+            if time.monotonic() > until:
+                raise HangError(
+                    f"the delivery actor is gone: {error}", where=what, remedy="run the same command again"
+                ) from error
+            time.sleep(_RETRY_S)
 
 
 class RayFetcher:
@@ -56,29 +98,14 @@ class RayFetcher:
             HangError: nothing came within the deadline.
         """
         chunk = self._schedule.chunk(step, self._length)
-        until, lost = time.monotonic() + self._deadline_s, False
-        asked = self._asked.pop((chunk.start, rank, total), None)
+        early = [self._asked.pop((chunk.start, rank, total), None)]
         self._asked = {key: reference for key, reference in self._asked.items() if key[0] == chunk.start}
-        while True:
-            try:
-                asked = asked or self._ask(chunk.start, rank, total, lost)
-                found = self._take(asked, chunk.start, rank)
-                break
-            except ObjectLostError:
-                asked, lost = None, True
-            except (ActorUnavailableError, RayActorError) as error:
-                asked = None
-                if getattr(error, "actor_init_failed", False):
-                    raise DataError(
-                        "the data set cannot be opened where Ray Data runs",
-                        remedy="install what its functions import on every node",
-                        detail=str(error),
-                    ) from error
-                if isinstance(error, ActorDiedError):
-                    until = min(until, time.monotonic() + _DEAD_ACTOR_S)
-                if time.monotonic() > until:
-                    raise HangError(f"the feeder is gone: {error}", remedy="run the same command again") from error
-                time.sleep(_RETRY_S)
+
+        def attempt(lost: bool) -> Arrays:
+            asked, early[0] = early[0], None
+            return self._take(asked or self._ask(chunk.start, rank, total, lost))
+
+        found = fetch_from_actor(attempt, self._deadline_s, f"data rank {rank}, step {chunk.start}")
         if chunk.stop < self._schedule.total_steps:
             self._asked[chunk.stop, rank, total] = self._ask(chunk.stop, rank, total, False)
         return chunk, found
@@ -112,20 +139,13 @@ class RayFetcher:
     def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
         return self.feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
 
-    def _take(self, asked: Any, step: int, rank: int) -> Arrays:
+    def _take(self, asked: Any) -> Arrays:
         from trainwright.datasets.ray_data import delivery_pipeline
 
-        try:
-            answer: Any = ray.get(asked, timeout=self._deadline_s + _SLACK_S)
-            if answer.error is not None:
-                raise answer.error
-            blocks = ray.get([block for block, _ in answer.blocks], timeout=self._deadline_s)
-        except GetTimeoutError as error:
-            raise HangError(
-                f"the feeder gave no answer within {self._deadline_s + _SLACK_S:g} s",
-                where=f"data rank {rank}, step {step}",
-                remedy="run the same command again",
-            ) from error
+        answer: Any = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+        if answer.error is not None:
+            raise answer.error
+        blocks = ray.get([block for block, _ in answer.blocks], timeout=self._deadline_s)
         found = [
             delivery_pipeline.block_content(block, row) for block, (_, row) in zip(blocks, answer.blocks, strict=True)
         ]

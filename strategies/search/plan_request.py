@@ -45,6 +45,7 @@ class PlanRequest:
     own_step: bool = False  # the job's own step function calls the model
     offload: bool = False  # only plans that keep the model's state in host memory
     together: bool = False  # batch norms see the whole batch
+    data_cpus: float = 0.0  # that Ray Data needs at least
     replicated: tuple[str, ...] = ()  # options that need all of the model on each worker
     torch_option: str = ""  # an option that parameter servers and TensorFlow do not have; empty for none
     # workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`
@@ -84,6 +85,7 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
+            data_cpus=sum(data.source.needs.get("CPU", 0.0) for data in (job.train, job.evaluate) if data is not None),
             replicated=_replicated_options(job),
             torch_option=_torch_option(job),
             workers=job.scaling.workers or pinned,
@@ -153,7 +155,7 @@ class PlanRequest:
     @cached_property
     def place(self) -> Callable[..., WorkerResources]:
         """`placement_for` on this cluster, cached for the thousands of plans."""
-        return cache(partial(placement_for, self.cluster))
+        return cache(partial(placement_for, self.cluster, data_cpus=self.data_cpus))
 
     def plan(
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
@@ -302,15 +304,18 @@ def worker_capacity(cluster: Cluster) -> int:
     return cluster.accelerators or int(cluster.cpus * _CPU_WORKERS_PER_CPU)
 
 
-def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerResources:
+def placement_for(cluster: Cluster, workers: int, devices: int = 1, data_cpus: float = 0.0) -> WorkerResources:
     """Return the resources of each of `workers` actors with some devices; some CPU of each node is left for Ray Data.
 
     Servers count as workers here, and reserve a worker's share or less.
+
+    Args:
+        data_cpus: that Ray Data needs at least; the workers' threads are as many all the same.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
-    reserved = _RESERVED_CPUS if cpus >= 2 else cpus / 2
     on_a_node = max(1, -(-workers // nodes))
+    reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - 0.01 * on_a_node))
     share = int(100 * (cpus - reserved) / on_a_node) / 100
     return WorkerResources(
         cpus=max(0.01, share),

@@ -18,7 +18,8 @@ from trainwright.datasets.loading.batch_loader import make_schedule
 JOB_FILE = """
 from tests.support import exactly_once_job, torch_jobs
 kill = torch_jobs.Kill(rank=1, step=6, folder={marks!r})
-job = exactly_once_job.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal}, held=25)
+source = exactly_once_job.{source}
+job = exactly_once_job.job({folder!r}, {marks!r}, kills=(kill,), fatal={fatal}, held=25, source=source)
 """
 
 
@@ -35,9 +36,9 @@ def counted(folder: Path) -> np.ndarray:
     return -seen / exactly_once_job.RATE * exactly_once_job.BATCH
 
 
-def id_at(position: int) -> int:
+def id_at(position: int, source: str) -> int:
     """The id at a position of the pass; the rows that are left are the ids in order."""
-    index = exactly_once_job.dataset("", -1).index()
+    index = getattr(exactly_once_job, source)("", -1).index()
     schedule = make_schedule(
         index, batch_size=exactly_once_job.BATCH, epochs=1, seed=exactly_once_job.SEED, shuffle=True, drop_last=False
     )
@@ -59,11 +60,14 @@ def stop_after(run: tw.Run, folder: Path, step: int, held: Path) -> None:
 
 
 @pytest.mark.soak
-def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
-    marks = str(tmp_path)
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:Use 'expr' instead of 'fn'")
+@pytest.mark.parametrize("source", ["dataset", "streamed"])
+def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None, source: str) -> None:
+    marks, given = str(tmp_path), {"source": getattr(exactly_once_job, source)}
     file = tmp_path / "job.py"
-    fatal = id_at(5 * exactly_once_job.BATCH + 123)
-    file.write_text(JOB_FILE.format(folder=str(folder), marks=marks, fatal=fatal))
+    fatal = id_at(5 * exactly_once_job.BATCH + 123, source)
+    file.write_text(JOB_FILE.format(folder=str(folder), marks=marks, fatal=fatal, source=source))
     with processes.trainwright("fit", file, module=processes.FORKING) as driver:  # 2 workers
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
@@ -72,15 +76,15 @@ def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) ->
     assert 10 <= after_driver < 50, "the driver was killed on the way, after a consumer and the pool"
 
     kill = torch_jobs.Kill(rank=2, step=after_driver + 3, folder=marks)
-    fatal = id_at((after_driver + 5) * exactly_once_job.BATCH + 77)
+    fatal = id_at((after_driver + 5) * exactly_once_job.BATCH + 77, source)
     held = after_driver + 13
-    job = exactly_once_job.job(str(folder), marks, kills=(kill,), fatal=fatal, held=held, workers=3)
+    job = exactly_once_job.job(str(folder), marks, kills=(kill,), fatal=fatal, held=held, workers=3, **given)
     stop_after(tw.start(job, resume=True), folder, after_driver + 10, exactly_once_job.released(marks, held))
     assert kill.mark.exists() and struck(tmp_path, fatal)
     with_three = committed(folder)
     assert after_driver < with_three < 50
 
-    done = tw.fit(exactly_once_job.job(str(folder), marks, workers=1), resume=True)
+    done = tw.fit(exactly_once_job.job(str(folder), marks, workers=1, **given), resume=True)
     assert done.state == "done"
     assert np.allclose(counted(folder), 1.0, rtol=0, atol=1e-6)
     assert final_state(folder, "faulty").step == 50

@@ -27,7 +27,8 @@ def quiet(ray_cluster: None) -> None:
 
 def numbers(rows: int = 100, blocks: int = 4) -> Any:
     data = ray.data.range(rows, override_num_blocks=blocks)
-    return data.map_batches(lambda batch: {"id": batch["id"], "image": np.tile(batch["id"][:, None, None], (1, 2, 3))})
+    wide = data.map_batches(lambda batch: {"id": batch["id"], "image": np.tile(batch["id"][:, None, None], (1, 2, 3))})
+    return wide.materialize()
 
 
 def test_blocks_in_the_object_store_are_read_anywhere() -> None:
@@ -80,7 +81,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a list is no Ray Dataset"):
         from_ray([1, 2])
     with pytest.raises(DataError, match="no rows"):
-        from_ray(numbers().map_batches(lambda batch: {"id": batch["id"][:0]}))
+        from_ray(numbers().map_batches(lambda batch: {"id": batch["id"][:0]}).materialize())
     holes = ray.data.from_items([{"x": 1}, {"x": None}])
     with pytest.raises(DataError, match="null"):
         from_ray(holes)

@@ -1,8 +1,9 @@
 """The job of the exactly-once proof: every row is accounted for inside the training step.
 
 20,000 rows; a filter and a one-to-many function make 20,000 again, each with an `id` of its own; then a heavy
-transform on Ray Data, and one on an actor. The model's parameter `seen` takes a gradient of one for each id that a
-step uses, so that what SGD has taken off it at the end says how often each id counted in the committed state.
+transform on Ray Data, and one on an actor; or a Ray Dataset does all of that. The model's parameter `seen` takes a
+gradient of one for each id that a step uses, so that what SGD has taken off it at the end says how often each id
+counted in the committed state.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import nn
 
@@ -74,6 +76,21 @@ def dataset(marks: str, fatal: int) -> Dataset:
     return rows.map_batches(heavy, cpus=0.5).map_batches(Doubler, cpus=0.25, fn_constructor_kwargs=given)
 
 
+def streamed(marks: str, fatal: int) -> Dataset:
+    """The same ids from a Ray Dataset."""
+
+    def heavy(columns: dict[str, Any]) -> dict[str, Any]:
+        if fatal in columns["id"]:
+            strike(Path(marks) / f"pool-{fatal}", signal.SIGKILL)
+        return columns
+
+    rows = ray.data.range(ROWS, override_num_blocks=20).rename_columns({"id": "row"})
+    ids = rows.filter(kept).flat_map(twice).map_batches(heavy, num_cpus=0.5)
+    given = {"marks": marks, "fatal": fatal}
+    pool = ray.data.ActorPoolStrategy(size=1)
+    return tw.datasets.from_ray(ids.map_batches(Doubler, num_cpus=0.25, compute=pool, fn_constructor_kwargs=given))
+
+
 def strike(mark: Path, number: int) -> None:
     """Kill this process, once in the life of the mark, which is the proof."""
     try:
@@ -121,8 +138,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def job(
-    folder: str, marks: str, *, kills: tuple[torch_jobs.Kill, ...] = (), fatal: int = -1, held: int = -1, **fields: Any
-) -> tw.Job:
+    folder: str, marks: str, *, kills: tuple[torch_jobs.Kill, ...] = (), fatal: int = -1, held: int = -1,
+    source: Callable[[str, int], Dataset] = dataset, **fields: Any,
+) -> tw.Job:  # fmt: skip
     """One pass: 50 steps of 400 ids, a checkpoint after each 5; all wait at step `held` until it is `released`."""
     return tw.Job(
         **{
@@ -130,7 +148,7 @@ def job(
             "model": Account,
             "optimizer": sgd,
             "step": make_step(kills, marks, held, folder),
-            "train": dataset(marks, fatal),
+            "train": source(marks, fatal),
             "batch_size": BATCH,
             "seed": SEED,
             "checkpoint_steps": 5,

@@ -121,7 +121,7 @@ class GradientLayout:
 
 
 class GradientCodec(ABC):
-    """An encoding of gradients. Tensors are flat, contiguous, of float32, in host memory; data has `size_bytes` bytes."""
+    """An encoding of gradients. Tensors are flat, contiguous, of float32, in host memory; data has `size_bytes`."""
 
     # the worker keeps the values that were not sent in a residual, and sends them later (error feedback)
     keeps: ClassVar[bool] = False

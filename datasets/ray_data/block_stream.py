@@ -1,0 +1,549 @@
+"""One pass over a Ray Dataset as a stream of blocks, and the actor that delivers such streams to the workers of a run.
+
+Ray Data executes the data set once in each pass, in order, and holds it back where nobody takes its blocks. The actor
+numbers the rows over all passes, keeps the blocks of a bounded window, and starts the pass again for a row that comes
+before the window. Workers fetch the blocks that they need from the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError, user_code
+from trainwright.core.pickling import loads
+from trainwright.datasets.data_source import Arrays, Index, Rows, require_same_fields, schema_of, select_columns
+from trainwright.datasets.formats.python_objects import arrow_array, hash_values
+from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch_from_actor
+
+_Result = TypeVar("_Result")
+
+_AHEAD_BYTES = 256 << 20  # of blocks after the furthest row that was asked for
+_BEHIND_BYTES = 512 << 20  # of blocks before it
+_CLOSE_S = 10.0
+_SAMPLED_ROWS = 64  # rows that are compared
+
+
+class Block(NamedTuple):
+    """A block of a stream."""
+
+    first: int  # number of its first row, over all passes
+    rows: int
+    size_bytes: int
+    reference: Any  # to the Arrow or pandas block in the object store
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSpec:
+    """A streamed data set, as any process can execute it."""
+
+    make: bytes  # the Dataset, or a function of the epoch that returns one, pickled
+    rows: int  # of a pass
+    passes: int  # of the run, at most
+    exact: bool  # whether a pass must end after that many rows; otherwise later rows are left out
+    first: str  # digest of the first rows of the first pass, which each execution must have; empty for any
+    name: str
+
+    def blocks(self, epoch: int, free: Mapping[str, float] | None = None) -> Iterator[Block]:
+        """Execute a pass; give its blocks that are not empty, in order.
+
+        Args:
+            free: CPUs and GPUs that Ray Data may use; by default what it finds free.
+
+        Raises:
+            UserCodeError, DataError: a function of the user or a source failed, or the pass has another length.
+        """
+        first, begin = 0, epoch * self.rows
+        for rows, size_bytes, reference in execute(open_dataset(loads(self.make), epoch, self.name), self.name, free):
+            if not first + epoch and self.first not in ("", hash_values([first_rows(ray.get(reference), self.name)])):
+                raise DataError(
+                    f"the data set gives other rows among its first {_SAMPLED_ROWS} each time it is executed",
+                    where=self.name,
+                    remedy="seed its shuffle and what else is random (a function of the epoch may give each another "
+                    "one), or pass replayable=False: then a recovered run may count some rows twice and others never",
+                )
+            if first + rows > self.rows and self.exact:
+                raise self._length_error(f"gives more than {self.rows} rows", epoch)
+            rows = min(rows, self.rows - first)
+            yield Block(begin + first, rows, size_bytes, reference)
+            first += rows
+            if first == self.rows and not self.exact:
+                return
+        if first < self.rows:
+            raise self._length_error(f"ended after {first} of {self.rows} rows", epoch)
+
+    def _length_error(self, what: str, epoch: int) -> DataError:
+        return DataError(
+            f"the Ray Dataset {what}",
+            where=f"{self.name}, epoch {epoch}",
+            remedy="make each execution give the same rows (seed what is random), or pass rows= for a pass of so many",
+        )
+
+
+def open_dataset(make: Any, epoch: int, where: str) -> Any:
+    """Return the Ray Dataset of an epoch. Raises UserCodeError, DataError."""
+    made = make
+    if not is_ray_dataset(made):
+        with user_code("the function given to from_ray", "see the error above", where):
+            made = make(epoch)
+    if not is_ray_dataset(made):
+        raise DataError(f"a {type(made).__name__} is no Ray Dataset", where=where, remedy="give a ray.data.Dataset")
+    return made
+
+
+def is_ray_dataset(value: Any) -> bool:
+    """Return whether it is a `ray.data.Dataset`, without importing it."""
+    return hasattr(value, "iter_internal_ref_bundles")
+
+
+def execute(
+    dataset: Any, where: str, free: Mapping[str, float] | None = None
+) -> Generator[tuple[int, int, Any], None, None]:
+    """Execute a Ray Dataset in order; give rows, bytes and reference of each block that is not empty."""
+    try:
+        with _settings(dataset, free):
+            for bundle in dataset.iter_internal_ref_bundles():
+                for reference, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
+                    rows = metadata.num_rows if metadata.num_rows is not None else len(block_table(ray.get(reference)))
+                    if rows:
+                        yield rows, metadata.size_bytes or 0, reference
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, TrainwrightError):
+            raise cause from error
+        text = f"a task of the Ray Dataset raised {type(cause).__name__}: {cause}"
+        raise UserCodeError(text, where=where, remedy="see the error above", detail=str(error)) from error
+    except RayError as error:
+        text = f"the Ray Dataset failed: {type(error).__name__}"
+        raise DataError(text, where=where, remedy="see the error above", detail=str(error)) from error
+
+
+@contextlib.contextmanager
+def _settings(dataset: Any, free: Mapping[str, float] | None) -> Iterator[None]:
+    """Let a Ray Dataset be executed in order and in silence, with these CPUs and GPUs."""
+    from ray.data import ExecutionResources
+
+    context, options, log = dataset.context, dataset.context.execution_options, logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    before = context.enable_progress_bars, context.print_on_execution_start, context.raise_original_map_exception
+    kept = options.preserve_order, options.resource_limits
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.raise_original_map_exception = True
+    options.preserve_order = True
+    if free is not None:
+        options.resource_limits = ExecutionResources(cpu=free["CPU"], gpu=free["GPU"])
+    try:
+        yield
+    finally:
+        context.enable_progress_bars, context.print_on_execution_start, context.raise_original_map_exception = before
+        options.preserve_order, options.resource_limits = kept
+        log.setLevel(level)
+
+
+def block_table(block: Any) -> pa.Table:
+    """Return a block as an Arrow table."""
+    from ray.data.block import BlockAccessor
+
+    return BlockAccessor.for_block(block).to_arrow()
+
+
+def first_rows(block: Any, where: str) -> Arrays:
+    """Return the first rows of a block, which tell one execution from another."""
+    table = block_table(block).slice(0, _SAMPLED_ROWS)
+    return block_arrays(table, table.column_names, f"{where}, first block")
+
+
+def block_arrays(block: Any, columns: Sequence[str], where: str) -> Arrays:
+    """Return columns of a block as arrays (rows, *shape). Raises DataError for a missing column and for nulls."""
+    table = block_table(block)
+    select_columns(dict.fromkeys(table.column_names), columns, where)
+    return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in columns}
+
+
+# --- The actor --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StreamReply:
+    """Blocks that hold the rows asked for, in order, or why there are none."""
+
+    blocks: tuple[Block, ...] = ()
+    error: TrainwrightError | None = None
+
+
+class _StreamActor:
+    """Class of the actor: a window for each streamed data set, which is known by its number here.
+
+    Asynchronous, so that any number of consumers may wait.
+
+    Args:
+        free: CPUs and GPUs that Ray Data may use.
+    """
+
+    def __init__(self, specs: Sequence[StreamSpec], free: Mapping[str, float]) -> None:
+        self._windows = [_Window(spec, free) for spec in specs]
+
+    async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: bool) -> _StreamReply:
+        """See `_Window.blocks`."""
+        return await self._windows[source].blocks(low, high, deadline_s, lost)
+
+    async def close(self) -> None:
+        """End all executions."""
+        for window in self._windows:
+            window.stop()
+
+
+class _Window:
+    """The blocks of one stream that are kept. Only the event loop changes it."""
+
+    def __init__(self, spec: StreamSpec, free: Mapping[str, float]) -> None:
+        self._spec, self._free = spec, free
+        self._kept = deque[Block]()
+        self._run = 0  # number of the execution; another one replaces it
+        self._going = False
+        self._begin = self._next = 0  # the first row kept, and the row after the last
+        self._low = self._high = 0  # the furthest rows that were asked for
+        self._error: TrainwrightError | None = None
+        self._waits = 0  # consumers that wait for rows of this execution
+        self._news = asyncio.Event()
+
+    async def blocks(self, low: int, high: int, deadline_s: float, lost: bool) -> _StreamReply:
+        """Return the blocks that hold the rows from `low` up to `high`, numbered over all passes.
+
+        Args:
+            deadline_s: to wait for them.
+            lost: blocks of an earlier reply are lost; execute the data set again.
+        """
+        until = time.monotonic() + deadline_s
+        if lost:
+            self.stop()
+        try:
+            while True:
+                if not self._covers(low):
+                    if self._waits:  # consumers of the current execution come first
+                        await self._wait(until)
+                    else:
+                        self._start(low)
+                    continue
+                self._want(low, high)
+                if self._next >= high:
+                    return _StreamReply(blocks=tuple(block for block in self._kept if _overlaps(block, low, high)))
+                if self._error is not None:
+                    self.stop()
+                    return _StreamReply(error=self._error)
+                self._waits += 1
+                try:
+                    await self._wait(until)
+                finally:
+                    self._waits -= 1
+        except TimeoutError:
+            given = ", ".join(f"{number:g} {name}s" for name, number in self._free.items())
+            error = HangError(
+                f"Ray Data with {given} delivered no rows within {deadline_s:g} s",
+                where=f"{self._spec.name}, rows {low} to {high}",
+                remedy="leave more CPUs free for Ray Data (fewer workers), or make the data set quicker",
+            )
+            return _StreamReply(error=error)
+
+    def stop(self) -> None:
+        """End the execution at its next block."""
+        self._run, self._going = self._run + 1, False
+        self._kept.clear()
+        self._tell()
+
+    def _covers(self, low: int) -> bool:
+        """Whether the row is kept, or comes in the pass that is executed or in the next one."""
+        return self._going and self._begin <= low < (self._next // self._spec.rows + 2) * self._spec.rows
+
+    def _want(self, low: int, high: int) -> None:
+        """Note what was asked for, and drop what nobody will ask for again."""
+        self._low, self._high = max(self._low, low), max(self._high, high)
+        self._trim()
+        self._tell()
+
+    def _trim(self) -> None:
+        behind = sum(block.size_bytes for block in self._kept if block.first + block.rows <= self._low)
+        while behind > _BEHIND_BYTES:
+            dropped = self._kept.popleft()
+            behind -= dropped.size_bytes
+            self._begin = dropped.first + dropped.rows
+
+    def _start(self, low: int) -> None:
+        """Execute the pass that holds this row, and those after it."""
+        self.stop()
+        self._going, self._error = True, None
+        self._begin = self._next = low - low % self._spec.rows
+        self._low = self._high = low
+        arguments = self._run, low, asyncio.get_running_loop()
+        threading.Thread(target=self._pump, args=arguments, name="trainwright-stream", daemon=True).start()
+
+    def _pump(self, run: int, low: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Take blocks from Ray Data until the execution is replaced. Runs in a thread."""
+
+        def call(coroutine: Any) -> bool:
+            return bool(asyncio.run_coroutine_threadsafe(coroutine, loop).result())
+
+        try:
+            for epoch in range(low // self._spec.rows, self._spec.passes):
+                for block in self._spec.blocks(epoch, self._free):
+                    if not call(self._arrived(run, block)):
+                        return
+        except Exception as raised:
+            call(self._failed(run, self._as_our_error(raised)))
+
+    def _as_our_error(self, error: Exception) -> TrainwrightError:
+        if isinstance(error, TrainwrightError):
+            return error
+        return DataError(
+            f"the Ray Dataset failed: {type(error).__name__}: {error}",
+            where=self._spec.name,
+            remedy="see the error above",
+            detail="".join(traceback.format_exception(error)),
+        )
+
+    async def _arrived(self, run: int, block: Block) -> bool:
+        """Keep a block once there is room; False where the execution was replaced."""
+        while run == self._run and self._ahead_bytes() >= _AHEAD_BYTES:
+            await self._news.wait()
+        if run != self._run:
+            return False
+        self._kept.append(block)
+        self._next = block.first + block.rows
+        self._trim()
+        self._tell()
+        return True
+
+    async def _failed(self, run: int, error: TrainwrightError) -> None:
+        if run == self._run:
+            self._error = error
+            self._tell()
+
+    def _ahead_bytes(self) -> int:
+        return sum(block.size_bytes for block in self._kept if block.first >= self._high)
+
+    async def _wait(self, until: float) -> None:
+        await asyncio.wait_for(self._news.wait(), until - time.monotonic())
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _overlaps(block: Block, low: int, high: int) -> bool:
+    return block.first < high and block.first + block.rows > low
+
+
+# --- Readers ----------------------------------------------------------------------------------------------------------
+
+
+class _BlockSource(Protocol):
+    """Gives the blocks of a stream."""
+
+    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
+        """Call a function with the blocks that hold the rows from `low` up to `high` of one pass. Has a deadline."""
+
+
+class ExecutedBlocks:
+    """Executes a streamed data set in this process. An earlier row starts its pass again."""
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self._spec = spec
+        self._stream: Iterator[Block] = iter(())
+        self._kept: list[Block] = []
+        self._epoch, self._begin, self._next = -1, 0, 0
+
+    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
+        """Call a function with the blocks that hold the rows from `low` up to `high` of one pass."""
+        epoch = low // self._spec.rows
+        if epoch != self._epoch or low < self._begin:
+            self._stream, self._kept = self._spec.blocks(epoch), []
+            self._epoch, self._begin = epoch, epoch * self._spec.rows
+            self._next = self._begin
+        while self._next < high:
+            block = next(self._stream)
+            self._next = block.first + block.rows
+            if self._next > low:
+                self._kept.append(block)
+        self._kept = [block for block in self._kept if block.first + block.rows > low]
+        self._begin = self._kept[0].first if self._kept else self._next
+        return function([block for block in self._kept if _overlaps(block, low, high)])
+
+
+class _DeliveredBlocks:
+    """Gets blocks from the actor. Picklable."""
+
+    def __init__(self, actor: Any, source: int, deadline_s: float) -> None:
+        self._actor, self._source, self._deadline_s = actor, source, deadline_s
+
+    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
+        """Call a function with the blocks, again where blocks are lost. Raises what the execution raised."""
+
+        def attempt(lost: bool) -> _Result:
+            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, lost)
+            reply: _StreamReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+            if reply.error is not None:
+                raise reply.error
+            return function(reply.blocks)
+
+        return fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")
+
+
+class StreamRows:
+    """Rows of a stream by their number in a pass. For any thread; picklable."""
+
+    def __init__(self, source: _BlockSource, index: Index, columns: Sequence[str], name: str) -> None:
+        self._source, self._index, self._name = source, index, name
+        self._schema = {column: index.schema[column] for column in columns}
+        self._kept: dict[int, tuple[int, Arrays]] = {}  # by the first row of a block, the row after its last
+        self._lock = threading.Lock()
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape).
+
+        Raises:
+            UserCodeError, DataError: as the data set or its functions raised it.
+            HangError: nothing came within the deadline.
+        """
+        found = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._schema.items()}
+        if not len(rows) or not found:
+            return found
+        places = rows + epoch * self._index.rows
+        with self._lock:
+            self._load(int(places.min()), int(places.max()) + 1)
+            firsts = np.array(sorted(self._kept), dtype=np.int64)
+            which = np.searchsorted(firsts, places, "right") - 1
+            for turn in np.unique(which):
+                chosen, first = which == turn, int(firsts[turn])
+                _, arrays = self._kept[first]
+                for name, array in found.items():
+                    array[chosen] = arrays[name][places[chosen] - first]
+        return found
+
+    def _load(self, low: int, high: int) -> None:
+        """Keep the blocks that hold these rows, and no others."""
+        kept = {first: block for first, block in self._kept.items() if first < high and block[0] > low}
+        if not _is_whole(kept, low, high):
+            kept = self._source.use(low, high, lambda blocks: self._arrays(blocks, kept))
+        self._kept = kept
+
+    def _arrays(self, blocks: Sequence[Block], kept: Mapping[int, tuple[int, Arrays]]) -> dict[int, tuple[int, Arrays]]:
+        new = [block for block in blocks if block.first not in kept]
+        contents = dict(zip(new, ray.get([block.reference for block in new], timeout=DEADLINE_S), strict=True))
+        return {
+            block.first: kept.get(block.first) or (block.first + block.rows, self._decoded(block, contents[block]))
+            for block in blocks
+        }
+
+    def _decoded(self, block: Block, content: Any) -> Arrays:
+        epoch, first = divmod(block.first, self._index.rows)
+        where = f"{self._name}, epoch {epoch}, block of rows {first} to {first + block.rows - 1}"
+        arrays = block_arrays(content, list(self._schema), where)
+        require_same_fields(schema_of(arrays), self._schema, "the first block", where)
+        return arrays
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamRows, (self._source, self._index, list(self._schema), self._name)
+
+
+def _is_whole(kept: Mapping[int, tuple[int, Arrays]], low: int, high: int) -> bool:
+    """Whether blocks, in the order of their rows, hold all rows from `low` up to `high`."""
+    for first in sorted(kept):
+        if first > low:
+            return False
+        low = kept[first][0]
+    return low >= high
+
+
+def start_streams(
+    datasets: Sequence[tuple[Any, Index, int]],
+    columns: Sequence[str] | None,
+    free: Mapping[str, float],
+    least_s: float = 0.0,
+) -> tuple[StreamHandle, list[StreamRows]]:
+    """Start the actor of a run's streamed data sets; return it, and the reader of each for `BatchLoader`.
+
+    Args:
+        datasets: `Dataset` of a Ray Dataset, with its index, and the passes of the run.
+        columns: that the run needs; None for all.
+        free: CPUs and GPUs that Ray Data may use.
+        least_s: that a consumer waits for rows before it gives up.
+
+    Raises:
+        ResourceError: the data sets need more.
+    """
+    _require_resources(datasets, free)
+    kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_StreamActor)
+    actor = kind.remote([data.source.spec(index, passes) for data, index, passes in datasets], dict(free))
+    deadline_s, readers = max(least_s, DEADLINE_S), []
+    for number, (data, index, _) in enumerate(datasets):
+        blocks = _DeliveredBlocks(actor, number, deadline_s)
+        readers.append(StreamRows(blocks, index, data.source_columns(index, columns), repr(data)))
+    return StreamHandle(actor), readers
+
+
+class StreamHandle:
+    """Ends the actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def close(self) -> None:
+        """End the actor with its executions."""
+        with contextlib.suppress(RayError):  # it is killed all the same
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
+        ray.kill(self._actor)
+
+
+def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping[str, float]) -> None:
+    for name, there in free.items():
+        needs = {repr(data): data.source.needs.get(name, 0.0) for data, _, _ in datasets}
+        if sum(needs.values()) > there + 1e-6:
+            listed = " and ".join(f"{data} needs {need:g} {name}s" for data, need in needs.items() if need)
+            raise ResourceError(
+                f"{listed}, and {there:g} are left for Ray Data",
+                where="from_ray",
+                remedy=f"give its functions fewer {name}s (num_{name.lower()}s= of map_batches, fewer actors), or set "
+                "fewer workers",
+            )
+
+
+# --- Private symbols of Ray Data, each named here and nowhere else (`tests/unit/test_compat.py`) ----------------------
+
+
+def least_resources(dataset: Any) -> dict[str, float]:
+    """Return the CPUs and GPUs without which a Ray Dataset stands still: of its actors, and of its largest task."""
+    from ray.data import ActorPoolStrategy
+
+    actors, task = {"CPU": 0.0, "GPU": 0.0}, {"CPU": 1.0, "GPU": 0.0}
+    waiting = [dataset._logical_plan.dag]
+    while waiting:
+        operator = waiting.pop()
+        waiting += operator.input_dependencies
+        arguments, pool = getattr(operator, "ray_remote_args", None) or {}, getattr(operator, "compute", None)
+        cpus, gpus = arguments.get("num_cpus"), float(arguments.get("num_gpus") or 0.0)
+        for name, need in (("CPU", float((not gpus) if cpus is None else cpus)), ("GPU", gpus)):
+            if isinstance(pool, ActorPoolStrategy):
+                actors[name] += pool.min_size * need
+            else:
+                task[name] = max(task[name], need)
+    return {name: actors[name] + task[name] for name in task}
+
+
+def known_rows(dataset: Any) -> int | None:
+    """Return the rows of a Ray Dataset where that needs no execution."""
+    rows: int | None = dataset._meta_count()
+    return rows

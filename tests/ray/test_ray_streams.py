@@ -1,0 +1,252 @@
+"""Ray Datasets that are streamed into workers: the same rows, whoever asks, whatever is killed, and clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import trainwright as tw
+from tests.support import torch_jobs
+from tests.support.finished_runs import State, final_state
+from tests.support.streams import collect, real, same
+from trainwright.core.data import Feed, FeedAssignment
+from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
+from trainwright.datasets import Dataset, from_ray
+from trainwright.datasets.data_source import Index
+from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
+from trainwright.datasets.ray_data import block_stream
+from trainwright.datasets.ray_data.block_stream import StreamRows, start_streams
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.filterwarnings("ignore:Use 'expr' instead of 'fn'")]
+ROWS, BATCH = 1000, 64
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "seed": 3}
+FREE = {"CPU": 2.0, "GPU": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def quiet(ray_cluster: None) -> None:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+
+
+class Tripled:
+    """A class on actors of Ray Data."""
+
+    def __call__(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {**columns, "image": np.tile(columns["id"][:, None, None], (1, 2, 3)).astype(np.float32)}
+
+
+def numbers(rows: int = ROWS, blocks: int = 7) -> Any:
+    """The odd numbers up to 2 * rows, with an image of each."""
+    data = ray.data.range(2 * rows, override_num_blocks=blocks)
+    return data.filter(lambda row: row["id"] % 2 == 1).map_batches(Tripled, compute=ray.data.ActorPoolStrategy(size=1))
+
+
+def loader(data: Dataset, index: Index, rank: int, total: int, rows: StreamRows | None, **more: Any) -> BatchLoader:
+    feeding = FeedAssignment(data_ranks=range(rank, rank + 1), total=total)
+    return BatchLoader(data, index, feeding=feeding, rows=rows, **{**OPTIONS, **more})
+
+
+class Delivery:
+    """An actor with one stream."""
+
+    def __init__(self, data: Dataset, index: Index, **more: Any) -> None:
+        self.data, self.index = data, index
+        passes = make_schedule(index, **{**OPTIONS, **more}).passes
+        self.handle, (self.rows,) = start_streams([(data, index, passes)], None, FREE)
+
+    def feeds(self, rank: int = 0, total: int = 1, start: int = 0, **more: Any) -> list[Feed]:
+        return collect(loader(self.data, self.index, rank, total, self.rows, **more), start)
+
+
+@pytest.fixture(scope="module")
+def delivery(ray_cluster: None) -> Iterator[Delivery]:
+    data = from_ray(numbers()).map(lambda row, rng: {**row, "noise": rng.random()})
+    made = Delivery(data, data.index())
+    yield made
+    made.handle.close()
+
+
+def test_workers_get_the_rows_that_one_process_reads(delivery: Delivery) -> None:
+    """Exactly once in each epoch, in another order in each, in any number of workers and from any step on."""
+    alone = collect(loader(delivery.data, delivery.index, 0, 1, None))
+    assert all(same(ours, theirs) for ours, theirs in zip(delivery.feeds(), alone, strict=True))
+    steps = -(-ROWS // BATCH)
+    epochs = [[sample for feed in alone[first : first + steps] for sample in real(feed)] for first in (0, steps)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(1, 2 * ROWS, 2))] * 2 and epochs[0] != epochs[1]
+    for total, start in ((2, 0), (3, 9), (2, steps + 4)):
+        shares = [delivery.feeds(rank, total, start) for rank in range(total)]
+        for number, whole in enumerate(alone[start:]):
+            assert sorted(real(whole)) == sorted(sample for share in shares for sample in real(share[number]))
+    batch = alone[3].parts[0][0]
+    assert batch.columns["image"].shape[1:] == (2, 3) and (batch.columns["image"][:, 1, 2] == batch.columns["id"]).all()
+
+
+def test_the_order_of_the_data_set_is_kept_without_shuffle(delivery: Delivery) -> None:
+    first = delivery.feeds(shuffle=False)[0]
+    assert real(first) == list(range(1, 2 * BATCH, 2))
+
+
+def test_a_killed_actor_starts_again_and_gives_the_same_rows(delivery: Delivery) -> None:
+    expected = delivery.feeds(1, 2)
+    with loader(delivery.data, delivery.index, 1, 2, delivery.rows).feeds() as feeds:
+        got = [next(feeds) for _ in range(3)]
+        ray.kill(delivery.rows._source._actor, no_restart=False)  # type: ignore[attr-defined]
+        got += list(feeds)
+    assert all(same(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+def test_little_is_kept_ahead_and_behind(monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
+    """A stream of many blocks, each read once, though a window holds a few of them only."""
+    monkeypatch.setattr(block_stream, "_AHEAD_BYTES", 20_000)
+    monkeypatch.setattr(block_stream, "_BEHIND_BYTES", 20_000)
+    spec = block_stream.StreamSpec(make=b"", rows=4000, passes=1, exact=True, first="", name="made")
+    blocks = [block_stream.Block(first, 100, 8_000, None) for first in range(0, 4000, 100)]
+    taken: list[int] = []
+
+    def given(self: Any, epoch: int, free: Any = None) -> Iterator[block_stream.Block]:
+        for block in blocks:
+            taken.append(block.first)
+            yield block
+
+    monkeypatch.setattr(block_stream.StreamSpec, "blocks", given)
+
+    async def read() -> None:
+        window = block_stream._Window(spec, FREE)
+        for low in range(0, 4000, 250):
+            reply = await window.blocks(low, min(low + 250, 4000), 10.0, False)
+            assert reply.error is None
+            assert reply.blocks[0].first <= low and reply.blocks[-1].first + 100 >= min(low + 250, 4000)
+            assert sum(block.size_bytes for block in window._kept) <= 20_000 + 20_000 + 4 * 8_000
+        window.stop()
+
+    import asyncio
+
+    asyncio.run(read())
+    assert taken == [block.first for block in blocks]
+
+
+def broken(batch: dict[str, Any]) -> dict[str, Any]:
+    if 1501 in batch["id"]:
+        raise ValueError("no such number")
+    return batch
+
+
+def other_columns(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch if 1501 not in batch["id"] else {"id": batch["id"]}
+
+
+def other_types(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch if 1501 not in batch["id"] else {**batch, "id": batch["id"].astype(np.float64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (broken, UserCodeError, "raised ValueError: no such number"),
+        (other_columns, DataError, "there is no column 'image'"),
+        (other_types, DataError, "column 'id' is float64"),
+    ],
+)
+def test_what_goes_wrong_in_a_block_is_told(change: Any, kind: type[Exception], told: str) -> None:
+    data = from_ray(numbers().map_batches(change), rows=ROWS)
+    made = Delivery(data, data.index())
+    with pytest.raises(kind, match=told) as caught:
+        made.feeds()
+    if change is broken:
+        assert "in broken" in str(caught.value.detail)
+    else:
+        assert "epoch 0, block of rows" in str(caught.value)
+    made.handle.close()
+
+
+@pytest.mark.parametrize(("rows", "told"), [(ROWS - 100, "ended after 900 of 1000 rows"), (ROWS + 100, "gives more")])
+def test_a_pass_of_another_length_is_told(rows: int, told: str) -> None:
+    data = from_ray(lambda epoch: numbers() if epoch == 0 else numbers(rows))
+    made = Delivery(data, data.index())
+    with pytest.raises(DataError, match=told):
+        made.feeds()
+    made.handle.close()
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+def test_other_rows_in_each_execution_are_told_or_allowed(replayable: bool) -> None:
+    noisy = numbers().map_batches(lambda batch: {**batch, "noise": np.random.rand(len(batch["id"]))})
+    data = from_ray(noisy, rows=ROWS, replayable=replayable)
+    made = Delivery(data, data.index())
+    if replayable:
+        with pytest.raises(DataError, match="other rows among its first 64"):
+            made.feeds()
+    else:
+        assert len(made.feeds()) == 2 * -(-ROWS // BATCH)
+    made.handle.close()
+
+
+def test_a_function_of_the_epoch_and_a_pass_of_so_many_rows() -> None:
+    data = from_ray(lambda epoch: numbers().random_shuffle(seed=epoch), rows=640)
+    made = Delivery(data, data.index())
+    feeds = made.feeds(shuffle=False)
+    epochs: Sequence[list[int]] = [[x for feed in feeds[first : first + 10] for x in real(feed)] for first in (0, 10)]
+    assert all(len(set(epoch)) == 640 for epoch in epochs) and epochs[0] != epochs[1]
+    made.handle.close()
+
+
+def test_nothing_comes_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = from_ray(ray.data.range(100).map_batches(lambda batch: batch, num_cpus=64), rows=100, replayable=False)
+    index = from_ray(ray.data.range(100)).index()
+    monkeypatch.setattr(block_stream, "_require_resources", lambda *_: None)
+    made = Delivery(data, index)
+    made.rows._source._deadline_s = 3.0  # type: ignore[attr-defined]
+    with pytest.raises(HangError, match="2 CPUs"):
+        made.feeds()
+    made.handle.close()
+
+
+def test_it_says_what_it_needs() -> None:
+    pool = ray.data.ActorPoolStrategy(size=3)
+    data = ray.data.range(9).map_batches(Tripled, compute=pool, num_cpus=0.5).map_batches(broken, num_cpus=2)
+    assert from_ray(data).source.needs == {"CPU": 3.5, "GPU": 0.0}
+    assert (
+        from_ray(ray.data.range(9).map_batches(Tripled, compute=pool, num_gpus=1, batch_size=4)).source.needs["GPU"]
+        == 3.0
+    )
+    streamed = from_ray(data, rows=9)
+    with pytest.raises(ResourceError, match=r"needs 3\.5 CPUs, and 2 are left for Ray Data"):
+        start_streams([(streamed, from_ray(ray.data.range(9)).index(), 1)], None, FREE)
+
+
+def test_what_cannot_be_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="no rows"):
+        from_ray(ray.data.range(9).filter(lambda row: False)).index()
+    with pytest.raises(UserCodeError, match="the function given to from_ray raised KeyError"):
+        from_ray(lambda epoch: {}[epoch]).index()
+    with pytest.raises(DataError, match="a list is no Ray Dataset"):
+        from_ray(lambda epoch: [epoch]).index()
+    with pytest.raises(DataError, match="rows=0 is no length"):
+        from_ray(ray.data.range(9), rows=0)
+    with pytest.raises(DataError, match="null"):
+        from_ray(ray.data.from_items([{"x": 1}, {"x": None}])).index()
+
+
+def table_of_rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The rows of the small torch job by their numbers."""
+    return {name: column[batch["id"]] for name, column in torch_jobs.data().items()}
+
+
+def test_a_killed_worker_costs_a_run_no_row_and_no_bit(tmp_path: Path) -> None:
+    """It trains and evaluates on Ray Datasets; three epochs, each in an order of its own."""
+
+    def state(name: str, *kills: torch_jobs.Kill) -> State:
+        streamed = ray.data.range(torch_jobs.ROWS, override_num_blocks=5).map_batches(table_of_rows)
+        tw.fit(torch_jobs.job(tmp_path / name, kills, train=from_ray(streamed), evaluate=from_ray(streamed)))
+        return final_state(tmp_path / name, "faulty")
+
+    kill = torch_jobs.Kill(rank=1, step=13, folder=str(tmp_path))
+    broken_run, unbroken = state("broken", kill), state("unbroken")
+    assert kill.mark.exists() and broken_run.step == unbroken.step == 27
+    assert broken_run.files == unbroken.files
