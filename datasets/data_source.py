@@ -136,11 +136,14 @@ class SequentialSource(Source):
         """How often each row counts and why, as a sentence without its full stop."""
 
     @abstractmethod
-    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+    def passes(
+        self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
+    ) -> RowAccess:
         """A reader for one process.
 
         Args:
             feeding: data ranks whose rows it reads, as far as that spares work; None for any.
+            seed: of the run, for an order or rows that are random themselves.
         """
 
     def open(self, index: Index) -> NoReturn:

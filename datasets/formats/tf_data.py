@@ -112,7 +112,9 @@ class _PipelineSource(SequentialSource):
             weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
 
-    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+    def passes(
+        self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
+    ) -> RowAccess:
         """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
         whole = self._reader(index, columns, ALL_ROWS)
         if feeding is None or not (self.sharded and feeding.data_ranks):
