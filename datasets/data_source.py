@@ -47,7 +47,7 @@ class Index:
     traits: Mapping[str, Any] = field(default_factory=dict)
     # by file, its bytes at the time; empty where they are not compared
     sizes: Mapping[str, int] = field(default_factory=dict)
-    in_order: bool = False  # whether rows come one after the other only, in an order of their own
+    in_order: bool = False  # whether rows have an order of their own, so that they are not shuffled
     # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
@@ -95,6 +95,11 @@ class RowAccess(Protocol):
 
 class Source(ABC):
     """Where rows come from. Lazy and picklable."""
+
+    @property
+    def plan_note(self) -> str:
+        """How the rows reach the workers, for the notes of a plan; empty where it goes without saying."""
+        return ""
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
