@@ -467,7 +467,7 @@ class Job(_JobModel):
         fields, twice = _group_options(given)
         if twice:
             raise JobError(twice)
-        return {name: as_dataset(value) if name in ("train", "evaluate") else value for name, value in fields.items()}
+        return fields | {name: as_dataset(name, fields[name]) for name in ("train", "evaluate") if name in fields}
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainwright.core.engine import takes_optimizer, unset_parameters
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import DataError, JobError, nearest
 
 _DURATION = re.compile("".join(rf"(?:([\d.]+){unit})?" for unit in "dhms"))
 _UNITS_S = (86_400, 3_600, 60, 1)
@@ -106,6 +106,8 @@ _DATA_REMEDIES: Mapping[str, str] = {
 }
 _DATA_FUNCTIONS = {  # of trainwright.datasets, by the objects that they take
     "datasets.arrow_dataset.Dataset": "from_huggingface",
+    "datasets.dataset_dict.DatasetDict": "from_huggingface",  # refused: it has several splits
+    "datasets.dataset_dict.IterableDatasetDict": "from_huggingface",
     "datasets.iterable_dataset.IterableDataset": "from_huggingface",  # where torch is imported, also one of torch's
     "torch.utils.data.dataloader.DataLoader": "from_torch",
     "torch.utils.data.dataset.Dataset": "from_torch",
@@ -120,11 +122,14 @@ _SCHEDULER = "torch.optim.lr_scheduler.LRScheduler"
 _KERAS_SCHEDULE = "keras.src.optimizers.schedules.learning_rate_schedule.LearningRateSchedule"
 
 
-def as_dataset(value: Any) -> Any:
-    """A torch or Hugging Face data set or loader as a Dataset; any other value as it is. Raises DataError."""
+def as_dataset(field: str, value: Any) -> Any:
+    """A torch or Hugging Face data set or loader as a Dataset; any other value as it is. Raises JobError."""
     kinds = qualified_bases(type(value))
     name = next((name for kind, name in _DATA_FUNCTIONS.items() if kind in kinds), None)
-    return value if name is None else getattr(importlib.import_module("trainwright.datasets"), name)(value)
+    try:
+        return value if name is None else getattr(importlib.import_module("trainwright.datasets"), name)(value)
+    except DataError as error:
+        raise JobError([f"{field}=: {error.what}: {error.remedy}"]) from error
 
 
 def data_problem(field: str, value: Any) -> str:

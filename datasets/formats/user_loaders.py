@@ -187,7 +187,15 @@ def _refuse_rows(rows: int | None, where: str) -> None:
 
 
 def _is_function(given: Any) -> bool:
-    return callable(given) and (isinstance(given, type) or not hasattr(given, "__iter__"))
+    rows = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    return callable(given) and (isinstance(given, type) or not rows)
+
+
+def _takes_epoch(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `epoch`, or one that must be given."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+    return bool(required) or any(each.name == "epoch" for each in parameters)
 
 
 def _is_torchs(thing: Any, *names: str) -> bool:
@@ -406,7 +414,7 @@ class _Pass:
     def _made(self, epoch: int) -> Any:
         given, where = self._source.given, self._source.describe()
         if _is_function(given):
-            wants_epoch = bool(inspect.signature(given).parameters)
+            wants_epoch = _takes_epoch(given)
             with user_code(f"the function given to {self._source.call}", "mend the function", where):
                 made = given(epoch) if wants_epoch else given()
         else:
@@ -434,7 +442,7 @@ class _Pass:
                         iterator = iter(self._object)
                         continue
                     found.append(next(iterator))
-                    while here and time.monotonic() < until:
+                    while here and len(found) < _BLOCK_ROWS and time.monotonic() < until:
                         found.append(next(iterator))
             except Exception as error:
                 failure = error
@@ -449,8 +457,9 @@ class _Pass:
         row = f"row {self._part.row(number)}" if not self._batched else f"batch {number}"
         row += f", rows from {number * size} on" if size else ""
         said = str(error).strip().splitlines() or [""]
+        told = said[-1] if said[0].startswith("Caught ") else f"{type(error).__name__}: {said[0]}"
         return UserCodeError(
-            f"{self._source.kind} raised {type(error).__name__}: {said[-1]}",
+            f"{self._source.kind} raised {told}",
             where=f"{self._where}, {row}",
             remedy="mend it, or the data that it reads",
             detail=user_traceback(error),

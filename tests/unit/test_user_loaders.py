@@ -200,6 +200,7 @@ def test_a_function_says_what_each_epoch_is() -> None:
         return DataLoader(Stream(40 if epoch < 0 else ROWS), batch_size=1 + epoch)
 
     assert flat(seen(stream(from_torch(make)))) == [*range(ROWS)] * 2
+    assert flat(seen(stream(from_torch(Stream)))) == [*range(ROWS)] * 2, "a class whose arguments have defaults"
     opened = from_torch(lambda: Unsized(lambda: iter([{"i": 1}, {"i": 2}] * 9)), rows=12)
     assert flat(seen(stream(opened, epochs=1))) == [1, 2] * 6
     assert opened.source.plan_note.startswith(
@@ -363,6 +364,15 @@ def test_a_streamed_data_set_is_taken_by_a_job_and_its_length_is_asked_for() -> 
     note = from_huggingface(streamed(), rows=9).source.plan_note
     assert note.startswith("a streamed Hugging Face data set: rows come in its own order, every worker ")
     assert "counts exactly once" in note and "reads the pass's earlier rows again" in note
+
+
+def test_the_splits_of_a_hugging_face_data_set_are_named() -> None:
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_dict({"i": [0, 1]})
+    with pytest.raises(JobError, match=r"train=: this DatasetDict .* name one of its splits: train, test"):
+        job(train=DatasetDict({"train": rows, "test": rows}))
+    assert job(train=rows).train.index().rows == 2
 
 
 def test_a_share_of_a_streamed_data_set_is_refused() -> None:
