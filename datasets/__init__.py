@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset, parquet, table
     from trainwright.datasets.formats.binary_formats import arrow, tfrecord, webdataset
     from trainwright.datasets.formats.image_folder import decode_image, images
-    from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
     from trainwright.datasets.formats.ray_dataset import from_ray
     from trainwright.datasets.formats.text_formats import csv, json_lines, text
     from trainwright.datasets.formats.tf_data import from_tf
+    from trainwright.datasets.formats.user_loaders import from_huggingface, from_torch
     from trainwright.datasets.ops.hash_split import split
     from trainwright.datasets.ops.weighted_mix import mix
 
@@ -27,10 +27,10 @@ _EXPORTS = {
     "dataset": ("Dataset", "parquet", "table"),
     "formats.binary_formats": ("arrow", "tfrecord", "webdataset"),
     "formats.image_folder": ("decode_image", "images"),
-    "formats.python_objects": ("from_huggingface", "from_torch"),
     "formats.ray_dataset": ("from_ray",),
     "formats.text_formats": ("csv", "json_lines", "text"),
     "formats.tf_data": ("from_tf",),
+    "formats.user_loaders": ("from_huggingface", "from_torch"),
     "ops.hash_split": ("split",),
     "ops.weighted_mix": ("mix",),
 }

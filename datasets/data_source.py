@@ -47,8 +47,8 @@ class Index:
     traits: Mapping[str, Any] = field(default_factory=dict)
     # by file, its bytes at the time; empty where they are not compared
     sizes: Mapping[str, int] = field(default_factory=dict)
-    in_order: bool = False  # whether rows come one after the other only, in an order of their own
-    window: int = 0  # rows of those in order that may be shuffled among each other
+    in_order: bool = False  # whether rows have an order of their own, so that they are not shuffled
+    window: int = 0  # rows of those in order that may be shuffled among each other all the same
     # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
@@ -105,6 +105,11 @@ class Source(ABC):
         return {}
 
     @property
+    def plan_note(self) -> str:
+        """How the rows reach the workers, for the notes of a plan; empty where it goes without saying."""
+        return ""
+
+    @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All functions of the user's that the rows go through, in order."""
         return ()
@@ -144,11 +149,14 @@ class SequentialSource(Source):
         """How often each row counts and why, as a sentence without its full stop."""
 
     @abstractmethod
-    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+    def passes(
+        self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
+    ) -> RowAccess:
         """A reader for one process.
 
         Args:
             feeding: data ranks whose rows it reads, as far as that spares work; None for any.
+            seed: of the run, for an order or rows that are random themselves.
         """
 
     def open(self, index: Index) -> NoReturn:

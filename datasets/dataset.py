@@ -300,7 +300,7 @@ class Dataset:
         """
         names = self.source_columns(index, columns)
         if isinstance(self.source, SequentialSource):
-            return self.source.passes(index, names, feeding)
+            return self.source.passes(index, names, feeding, seed)
         return RowReader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
 
     def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:

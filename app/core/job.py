@@ -30,7 +30,7 @@ from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
 from trainwright.core.plan import SUMMED_BY, Plan, single_device_spec
-from trainwright.core.strict_model import StrictModel, data_problem, function_problem, parse_duration
+from trainwright.core.strict_model import StrictModel, as_dataset, data_problem, function_problem, parse_duration
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.core.weight_average import WeightAverage
 
@@ -413,7 +413,8 @@ class Job(_JobModel):
             torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
             functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so are
             metrics.
-        train: data set to train on, such as `tw.datasets.parquet("data/train")`.
+        train: data set to train on, such as `tw.datasets.parquet("data/train")`. A data set of torch, Hugging
+            Face or Ray Data, or a loader, is taken as by `tw.datasets.from_torch`, `from_huggingface` and `from_ray`.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
@@ -466,7 +467,7 @@ class Job(_JobModel):
         fields, twice = _group_options(given)
         if twice:
             raise JobError(twice)
-        return fields
+        return fields | {name: as_dataset(name, fields[name]) for name in ("train", "evaluate") if name in fields}
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:

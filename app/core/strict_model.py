@@ -1,19 +1,21 @@
 """Base of the models that users fill in: unknown fields are refused with the nearest name, all problems at once.
 
-It also explains objects in the wrong place, such as a DataLoader as a data set. Their types are recognized by name, so
-that no framework is imported.
+It also explains objects in the wrong place, such as a DataFrame as a data set, and finds the function that takes one.
+Their types are recognized by name, so that no framework is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainwright.core.engine import takes_optimizer, unset_parameters
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import DataError, JobError, nearest
 
 _DURATION = re.compile("".join(rf"(?:([\d.]+){unit})?" for unit in "dhms"))
 _UNITS_S = (86_400, 3_600, 60, 1)
@@ -86,17 +88,7 @@ def parse_duration(text: str) -> float:
 
 
 _DATA_REMEDIES: Mapping[str, str] = {
-    "torch.utils.data.dataloader.DataLoader": (
-        "give its data set, tw.datasets.from_torch(loader.dataset, columns=(...)); batch_size=, shuffle= and collate= "
-        "of the job take the place of the loader's"
-    ),
-    "torch.utils.data.dataset.IterableDataset": (
-        "its rows have no numbers: write them once as parquet, and give tw.datasets.parquet(path)"
-    ),
-    "torch.utils.data.dataset.Dataset": "give tw.datasets.from_torch(dataset, columns=(...))",
-    "datasets.arrow_dataset.Dataset": "give tw.datasets.from_huggingface(dataset)",
     "tensorflow.python.data.ops.dataset_ops.DatasetV2": "give tw.datasets.from_tf(...), and see there what it takes",
-    "ray.data.dataset.Dataset": "give tw.datasets.from_ray(dataset)",
     "keras.src.trainers.data_adapters.py_dataset_adapter.PyDataset": (
         "it gives batches: give the rows, such as tw.datasets.table({...}), or from_torch of an object that gives one"
     ),
@@ -107,6 +99,17 @@ _DATA_REMEDIES: Mapping[str, str] = {
     "builtins.dict": "give tw.datasets.table({...})",
     "builtins.str": 'give tw.datasets.parquet("path"), or csv, json_lines, images, text and others of tw.datasets',
 }
+_DATA_FUNCTIONS = {  # of trainwright.datasets, by the objects that they take
+    "datasets.arrow_dataset.Dataset": "from_huggingface",
+    "datasets.dataset_dict.DatasetDict": "from_huggingface",  # refused: it has several splits
+    "datasets.dataset_dict.IterableDatasetDict": "from_huggingface",
+    "datasets.iterable_dataset.IterableDataset": "from_huggingface",  # where torch is imported, also one of torch's
+    "ray.data.dataset.Dataset": "from_ray",
+    "torch.utils.data.dataloader.DataLoader": "from_torch",
+    "torch.utils.data.dataset.Dataset": "from_torch",
+}
+_MAP_STYLE = "give tw.datasets.from_torch(dataset, columns=(...))"
+_FUNCTION = "give tw.datasets.from_torch(function), from_huggingface(function) or from_tf(function)"
 _DATA_REMEDY = "give tw.datasets.parquet(...), tw.datasets.table(...) or another of tw.datasets"
 
 _MODULE, _LAYER = "torch.nn.modules.module.Module", "keras.src.layers.layer.Layer"
@@ -115,20 +118,32 @@ _SCHEDULER = "torch.optim.lr_scheduler.LRScheduler"
 _KERAS_SCHEDULE = "keras.src.optimizers.schedules.learning_rate_schedule.LearningRateSchedule"
 
 
+def as_dataset(field: str, value: Any) -> Any:
+    """A data set of torch, Hugging Face or Ray Data, or a loader, as a Dataset; any other value as it is. Raises JobError."""
+    kinds = qualified_bases(type(value))
+    name = next((name for kind, name in _DATA_FUNCTIONS.items() if kind in kinds), None)
+    try:
+        return value if name is None else getattr(importlib.import_module("trainwright.datasets"), name)(value)
+    except DataError as error:
+        raise JobError([f"{field}=: {error.what}: {error.remedy}"]) from error
+
+
 def data_problem(field: str, value: Any) -> str:
     """What is wrong with a value as a data set; empty where it is one."""
-    kinds = _qualified_bases(type(value))
+    kinds = qualified_bases(type(value))
     advice = next((words for kind, words in _DATA_REMEDIES.items() if kind in kinds), "")
     if not advice and hasattr(value, "map_batches"):
         return ""
     if not advice and hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, list):
-        advice = _DATA_REMEDIES["torch.utils.data.dataset.Dataset"]
+        advice = _MAP_STYLE
+    if not advice and isinstance(value, FunctionType):
+        advice = _FUNCTION
     return f"{field}= is no data set, but a {type(value).__name__}: {advice or _DATA_REMEDY}"
 
 
 def function_problem(field: str, value: Any) -> str:
     """What is wrong with a value where a job has a function; empty where nothing is known to be."""
-    kinds, name = _qualified_bases(type(value)), type(value).__name__
+    kinds, name = qualified_bases(type(value)), type(value).__name__
     if field == "model" and (_MODULE in kinds or _LAYER in kinds):
         return (
             f"model= is a {name} that is made already: give a function that makes it, model=lambda: {name}(...), since "
@@ -150,7 +165,7 @@ def function_problem(field: str, value: Any) -> str:
 
 
 def _schedule_problem(kind: type) -> str:
-    kinds = _qualified_bases(kind)
+    kinds = qualified_bases(kind)
     if _SCHEDULER in kinds:
         return (
             f"schedule= is a {kind.__name__} that is made already: give a function that makes it, lambda optimizer: "
@@ -168,6 +183,6 @@ def _unset_problem(schedule: Any) -> str:
     return f"schedule= is {name}, which needs {', '.join(unset)}: give partial({name}, {given})" if unset else ""
 
 
-def _qualified_bases(kind: type) -> frozenset[str]:
-    """Full names of a class and of those that it comes from."""
+def qualified_bases(kind: type) -> frozenset[str]:
+    """Return the full names of a class and of those that it comes from."""
     return frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)

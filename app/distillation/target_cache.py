@@ -17,7 +17,7 @@ import numpy as np
 from trainwright.core.data import Columns
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-from trainwright.datasets.data_source import Arrays, Index, hash_parts
+from trainwright.datasets.data_source import Arrays, Index, SequentialSource, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
@@ -123,7 +123,7 @@ def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, ke
 def check_repeated_inputs(data: Dataset, teachers: Sequence[Teacher]) -> None:
     """Raise JobError if a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
     index = data.index()
-    if not data.transforms or index.in_order:
+    if not data.transforms or isinstance(data.source, SequentialSource):
         return
     rows = range(min(_COMPARED_ROWS, index.rows))
     for teacher in teachers:

@@ -13,7 +13,7 @@ from typing import Any
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
+from trainwright.datasets.formats.user_loaders import from_huggingface, from_torch
 from trainwright.integrations.trainer_parts import (
     ModelCopy,
     OptimizerTemplate,

@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.core.loss_api import log
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.python_objects import from_torch
+from trainwright.datasets.formats.user_loaders import from_torch
 from trainwright.integrations.trainer_parts import (
     ModelCopy,
     OptimizerTemplate,

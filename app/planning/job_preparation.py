@@ -16,8 +16,7 @@ from trainwright.core.job import Job
 from trainwright.core.metric_goals import check_goals
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
-from trainwright.datasets.data_source import Index, SequentialSource
-from trainwright.datasets.dataset import transformed_fields
+from trainwright.datasets.dataset import Index, transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
@@ -175,8 +174,8 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
-    if isinstance(job.train.source, SequentialSource):
-        notes.append(f"train= is {job.train.source.plan_note}")
+    if note := job.train.source.plan_note:
+        notes.append(f"train= is {note}")
     if prepared.unused:
         notes.append(_unused(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))

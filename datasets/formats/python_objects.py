@@ -29,7 +29,6 @@ from trainwright.datasets.data_source import (
     Field,
     Index,
     Loader,
-    RowGroup,
     Source,
     even_groups,
     hash_parts,
@@ -37,7 +36,6 @@ from trainwright.datasets.data_source import (
     select_columns,
     to_array,
 )
-from trainwright.datasets.dataset import Dataset
 
 _Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
 
@@ -47,15 +45,27 @@ _OBJECT = Field(np.dtype(object), ())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _ObjectSource(Source):
-    """Rows of an object of type `name`; the function `call` made the source. `from_torch` explains `replayable`."""
+class ObjectSource(Source):
+    """Rows of an object by number.
 
-    access: _SampleAccess | _ArrowAccess
+    Args:
+        access: to the object.
+        name: of its type.
+        call: the function that made the source.
+        replayable: see `from_torch`.
+        ordered: whether rows keep their order.
+        plan_note: see `Source`.
+    """
+
+    access: SampleAccess | ArrowAccess
     name: str
     call: str
     replayable: bool = True
+    ordered: bool = False
+    plan_note: str = ""
 
     def describe(self) -> str:
+        """As the user wrote it, in short."""
         return f"{self.call}({self.name})"
 
     def index(self) -> Index:
@@ -73,7 +83,7 @@ class _ObjectSource(Source):
                 "each row, or in .map(f), where f(row, rng) draws from rng; with replayable=False a recovered run "
                 "repeats the rows and not their values",
             )
-        fields = {name: self._field(name, samples) for name in samples[0]}
+        fields = {name: field_of_rows(name, samples, self.describe()) for name in samples[0]}
         row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
         content = hash_values(samples) if self.replayable else ""
         schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
@@ -83,29 +93,18 @@ class _ObjectSource(Source):
             schema=fields,
             row_bytes=row_bytes,
             hash=hash_parts([self.name, rows, *schema, content]),
+            in_order=self.ordered,
         )
 
     def open(self, index: Index) -> _ObjectLoader:
+        """A loader for one process."""
         return _ObjectLoader(self.access, index, drawn=not self.replayable)
-
-    def _field(self, name: str, samples: list[_Values]) -> Field:
-        """One dtype and shape where all sampled rows have them; objects where only the lengths differ."""
-        where = f"{self.describe()}, column {name!r}"
-        _require_same_names(samples, where)
-        found = {_field_of(sample[name]) for sample in samples}
-        if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
-            raise DataError(
-                f"the column is {' and '.join(sorted(map(str, found)))} in different rows",
-                where=where,
-                remedy="give every row the same type and the same number of dimensions",
-            )
-        return found.pop() if len(found) == 1 else _OBJECT
 
 
 class _ObjectLoader(Loader):
     """Loads row groups. `drawn` says that rows are known to differ from epoch to epoch."""
 
-    def __init__(self, access: _SampleAccess | _ArrowAccess, index: Index, drawn: bool = False) -> None:
+    def __init__(self, access: SampleAccess | ArrowAccess, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
         self._randomness = _RowRandomness()
         self._randomness.drawn = drawn
@@ -128,11 +127,13 @@ class _ObjectLoader(Loader):
             )
         values = self._access.fetch(range(group.first, group.first + group.rows), self._randomness)
         select_columns(values, columns, where)
-        return {name: _column(name, values[name], self._index.schema[name], group) for name in columns}
+        return {
+            name: to_column(name, values[name], self._index.schema[name], group.file, group.first) for name in columns
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _SampleAccess:
+class SampleAccess:
     """Fetches `dataset[row]`, or `dataset.__getitems__(rows)` where there is one; `columns` as in `from_torch`."""
 
     dataset: Any
@@ -144,11 +145,8 @@ class _SampleAccess:
     def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
         """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
         samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
-        named = [
-            {name: _to_array(value, f"row {row}, column {name!r}") for name, value in self._named(sample, row).items()}
-            for row, sample in zip(rows, samples, strict=True)
-        ]
-        _require_same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
+        named = [sample_arrays(sample, self.columns, f"row {row}") for row, sample in zip(rows, samples, strict=True)]
+        require_same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
         return {name: [sample[name] for sample in named] for name in named[0]}
 
     @property
@@ -183,26 +181,9 @@ class _SampleAccess:
                 detail=user_traceback(error),
             ) from None
 
-    def _named(self, sample: Any, row: int) -> Mapping[str, Any]:
-        """A sample as values by column name."""
-        names = self.columns
-        if isinstance(sample, Mapping):
-            found = {str(key): value for key, value in sample.items()}
-            return {name: found[name] for name in select_columns(found, names, f"row {row}")}
-        several = isinstance(sample, tuple) or (isinstance(sample, list) and names is not None and len(names) > 1)
-        values = tuple(sample) if several else (sample,)
-        names = names or getattr(sample, "_fields", None) or tuple(map(str, range(len(values))))
-        if len(names) != len(values):
-            raise DataError(
-                f"a sample has {len(values)} values and columns= names {len(names)}: {', '.join(names)}",
-                where=f"row {row}",
-                remedy="name each value of a sample",
-            )
-        return dict(zip(names, values, strict=True))
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _ArrowAccess:
+class ArrowAccess:
     """`dataset[start:stop]` as an Arrow table."""
 
     dataset: Any
@@ -220,70 +201,6 @@ class _ArrowAccess:
                 f"the data set cannot be read: {error}", where=where, remedy="load it again on every node"
             ) from error
         return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in table.column_names}
-
-
-def from_torch(dataset: Any, columns: Iterable[str] | None = None, *, replayable: bool = True) -> Dataset:
-    """Rows of a map-style torch Dataset: anything with `__len__` and `__getitem__`, or `__getitems__`.
-
-    The object travels with the job by pickle and is asked in every worker. It is recognised by its type's name, its
-    length and the content of a few rows spread over it, not by all rows: a change elsewhere goes unnoticed.
-
-    Random transforms inside it, such as torchvision's, are right and replayable: the global generators of torch, NumPy
-    and Python are seeded by (seed, epoch, row) for each row. A row that draws from them is computed again in each
-    epoch, while no step runs; rows that draw nothing are kept in memory where they fit. `.map(f)` has random numbers of
-    its own, and runs beside steps.
-
-    Args:
-        dataset: its samples may be dicts, tuples or single values, of tensors, arrays, images, numbers, text or bytes.
-            Arrays whose lengths differ between the sampled rows make a column of objects.
-        columns: names for the values of a sample, by default "0", "1" and so on; of dicts, the keys to keep.
-        replayable: whether a row of an epoch has the same values each time. False allows an object that draws from a
-            generator of its own: its rows are computed again in each epoch too, but a recovered run sees the same rows
-            with other values.
-
-    Raises:
-        DataError: the object is not map-style; when it is read: no rows, rows that do not fit, or other values each
-            time.
-    """
-    if not all(hasattr(dataset, name) for name in ("__len__", "__getitem__")):
-        raise DataError(
-            f"a {type(dataset).__name__} is no map-style data set: it has no __len__ and __getitem__",
-            remedy="write its samples as parquet, or give a data set whose rows can be asked for by number",
-        )
-    access = _SampleAccess(dataset=dataset, columns=None if columns is None else tuple(columns))
-    name = type(dataset).__name__
-    return Dataset(source=_ObjectSource(access=access, name=name, call="from_torch", replayable=replayable))
-
-
-def from_huggingface(dataset: Any, columns: Iterable[str] | None = None) -> Dataset:
-    """Rows of a Hugging Face `datasets.Dataset`, read as Arrow, without its row-by-row decoding.
-
-    Its files must be at the same path on every node: the object travels by pickle, which names them. It is recognised
-    by its type's name, its length and the content of a few rows spread over it. Fixed-size features become dimensions;
-    lists, text and structs become objects, and an `Image` is a dict of its encoded `bytes` and its `path`.
-
-    Args:
-        dataset: one split, not streamed.
-        columns: read only these; by default all.
-
-    Raises:
-        DataError: it is several splits, streamed, or formatted by a function of the user's (`set_transform`).
-    """
-    kind = type(dataset).__name__
-    remedy = ""
-    if isinstance(dataset, Mapping):
-        remedy = f"name one of its splits: {', '.join(map(str, dataset))}"
-    elif not all(hasattr(dataset, name) for name in ("with_format", "features")):
-        remedy = "give a datasets.Dataset; other map-style objects go to from_torch(...)"
-    elif not hasattr(dataset, "__len__"):
-        remedy = "load it without streaming=True, or write it as parquet"
-    elif (getattr(dataset, "format", None) or {}).get("type") == "custom":
-        remedy = "give the function to .map(...) here, or the data set to from_torch(...), which calls it for each row"
-    if remedy:
-        raise DataError(f"this {kind} cannot be read by row number as Arrow", where="from_huggingface", remedy=remedy)
-    names = select_columns(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
-    access = _ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
-    return Dataset(source=_ObjectSource(access=access, name=kind, call="from_huggingface"))
 
 
 def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
@@ -304,7 +221,47 @@ def group_rows(rows: int, row_bytes: int) -> int:
     return max(min(_GROUP_BYTES // max(row_bytes, 1), _GROUP_ROWS, max(rows // _GROUPS, 16)), 1)
 
 
-def _to_array(value: Any, where: str) -> Any:
+def sample_arrays(sample: Any, columns: Sequence[str] | None, where: str) -> dict[str, Any]:
+    """The values of a sample by column name, as arrays. Raises DataError."""
+    named = named_values(sample, columns, where)
+    return {name: to_array_of(value, f"{where}, column {name!r}") for name, value in named.items()}
+
+
+def named_values(sample: Any, columns: Sequence[str] | None, where: str) -> Mapping[str, Any]:
+    """A sample as values by column name. Raises DataError for names that do not fit."""
+    if isinstance(sample, Mapping):
+        found = {str(key): value for key, value in sample.items()}
+        return {name: found[name] for name in select_columns(found, columns, where)}
+    several = isinstance(sample, tuple) or (isinstance(sample, list) and columns is not None and len(columns) > 1)
+    values = tuple(sample) if several else (sample,)
+    names = columns or getattr(sample, "_fields", None) or tuple(map(str, range(len(values))))
+    if len(names) != len(values):
+        raise DataError(
+            f"a sample has {len(values)} values and columns= names {len(names)}: {', '.join(names)}",
+            where=where,
+            remedy="name each value of a sample",
+        )
+    return dict(zip(names, values, strict=True))
+
+
+def field_of_rows(name: str, samples: Sequence[_Values], where: str) -> Field:
+    """One dtype and shape where all sampled rows have them; objects where only the lengths differ.
+
+    Raises DataError.
+    """
+    where = f"{where}, column {name!r}"
+    require_same_names(samples, where)
+    found = {_field_of(sample[name]) for sample in samples}
+    if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
+        raise DataError(
+            f"the column is {' and '.join(sorted(map(str, found)))} in different rows",
+            where=where,
+            remedy="give every row the same type and the same number of dimensions",
+        )
+    return found.pop() if len(found) == 1 else _OBJECT
+
+
+def to_array_of(value: Any, where: str) -> Any:
     """A tensor of any framework, an image or a number as an array; text, bytes, dicts and the like as they are."""
     if value is None:
         raise DataError("the value is None", where=where, remedy="drop or fill it before training")
@@ -330,23 +287,26 @@ def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
     return _OBJECT if first.dtype.kind in "OUS" else Field(first.dtype, first.shape[1:])
 
 
-def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, group: RowGroup) -> npt.NDArray[Any]:
-    """Return the values of a row group as an array. Raises DataError where they do not have the field of the index."""
+def to_column(
+    name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, where: str, first: int
+) -> npt.NDArray[Any]:
+    """Return the values of rows from `first` on as an array. Raises DataError where they do not have the field."""
     if field == _OBJECT:
         return object_array(values)
     if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
         return values
-    for row, value in enumerate(values, group.first):
+    for row, value in enumerate(values, first):
         if _field_of([value]) != field:
             raise DataError(
                 f"the column is {_field_of([value])} here and {field} in the rows looked at first",
-                where=f"{group.file}, row {row}, column {name!r}",
+                where=f"{where}, row {row}, column {name!r}",
                 remedy="give every row the same type and shape: convert, crop, resize or pad",
             )
     return np.stack(list(values))
 
 
-def _require_same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
+def require_same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise DataError where a sample has other columns than the first."""
     for sample in samples:
         if sample.keys() != samples[0].keys():
             raise DataError(
@@ -373,10 +333,16 @@ def hash_values(samples: Iterable[_Values]) -> str:
     return sums.hexdigest()
 
 
+def hash_block(block: Arrays) -> str:
+    """SHA-256 over all rows of a block."""
+    rows = len(next(iter(block.values())))
+    return hash_values({name: array[row : row + 1] for name, array in block.items()} for row in range(rows))
+
+
 # --- Random numbers of rows whose code draws from the global generators, as torch's data sets do ----------------------
 
 
-_LOCKED_S = 0.02  # after which a step can take the generators
+LOCKED_S = 0.02  # after which a step can take the generators
 
 
 class _RowRandomness:
@@ -402,8 +368,8 @@ class _RowRandomness:
     def _some(
         self, rows: Sequence[int], one: Callable[[int], Any], many: Callable[[Sequence[int]], list[Any]] | None
     ) -> list[Any]:
-        """Compute rows for about _LOCKED_S, one at least."""
-        until = time.monotonic() + _LOCKED_S
+        """Compute rows for about LOCKED_S, one at least."""
+        until = time.monotonic() + LOCKED_S
         if not self.drawn:
             random_state.seed_generators(0)
             before = random_state.generator_states()

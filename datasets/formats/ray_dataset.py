@@ -201,7 +201,9 @@ class _StreamSource(SequentialSource):
             name=self.describe(),
         )
 
-    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+    def passes(
+        self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
+    ) -> RowAccess:
         """A reader that executes the data set in this process."""
         return StreamRows(ExecutedBlocks(self.spec(index, 1)), index, columns, self.describe())
 

@@ -31,7 +31,7 @@ from trainwright.datasets.data_source import (
     object_array,
 )
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.python_objects import hash_values
+from trainwright.datasets.formats.python_objects import hash_block, hash_values
 from trainwright.datasets.loading.sequential_rows import ALL_ROWS, Blocks, PartRows, RowPart, SequentialRows, block_rows
 
 _SAMPLED_ROWS = 64  # rows that are read twice
@@ -91,7 +91,7 @@ class _PipelineSource(SequentialSource):
         pipeline = self.opened(0)
         schema, rows = self._schema(pipeline.element_spec), self._length(pipeline)
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
-        if self.replayable and _digest(first) != _digest(again):
+        if self.replayable and hash_block(first) != hash_block(again):
             raise DataError(
                 f"the pipeline gives other rows among its first {_SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
@@ -112,7 +112,9 @@ class _PipelineSource(SequentialSource):
             weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
 
-    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+    def passes(
+        self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
+    ) -> RowAccess:
         """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
         whole = self._reader(index, columns, ALL_ROWS)
         if feeding is None or not (self.sharded and feeding.data_ranks):
@@ -171,7 +173,7 @@ class _PipelineSource(SequentialSource):
         rows = {name: array[_CHECKED.first :: _CHECKED.total] for name, array in first.items()}
         found = self._first_rows(part, schema, block_rows(rows)) if block_rows(rows) else rows
         length = max(-(-(known - _CHECKED.first) // _CHECKED.total), 0)
-        if _digest(found) != _digest(rows) or (known >= 0 and int(part.cardinality()) != length):
+        if hash_block(found) != hash_block(rows) or (known >= 0 and int(part.cardinality()) != length):
             raise DataError(
                 "after shard, the pipeline does not give one row for each row",
                 where=self.describe(),
@@ -364,10 +366,3 @@ def _array(values: Any, field: Field) -> Any:
         return object_array([row.numpy() for row in values])
     array = values.numpy()
     return array if field.dtype != np.dtype(object) or array.ndim == 1 else object_array(list(array))
-
-
-def _digest(block: Arrays) -> str:
-    """SHA-256 over all rows."""
-    return hash_values(
-        {name: array[row : row + 1] for name, array in block.items()} for row in range(block_rows(block))
-    )

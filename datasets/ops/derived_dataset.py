@@ -98,6 +98,7 @@ class DerivedSource(Source):
             row_bytes=-(-size_bytes // first),
             hash=hash_parts([base.hash, self.derivation.word, *((group.number, group.rows) for group in groups)]),
             base=base,
+            in_order=base.in_order,
         )
 
     def _counted(self, base: Index) -> list[_GroupCount]:

@@ -73,6 +73,18 @@ def test_a_killed_worker_costs_nothing(
     assert (formed[-1].survivors, formed[-1].steps_lost, formed[-1].step) == (1, 0, 12)
 
 
+def test_a_loader_of_the_users_own_gives_the_bits_of_the_same_rows_by_number(
+    folder: Path, unbroken: Callable[[int], State]
+) -> None:
+    """A worker is killed in the middle of a pass: its successor reads the pass's earlier rows again."""
+    kill = torch_jobs.Kill(rank=1, step=13, folder=str(folder.parent))
+    run = tw.fit(torch_jobs.job(folder, (kill,), train=torch_jobs.loader()))
+    assert run.state == "done" and kill.mark.exists()
+    assert "train= is a DataLoader: rows come in its own order, every worker iterates all of them" in repr(run.plan)
+    assert state_of(folder, "faulty") == unbroken(2)
+    check_samples(state_of(folder, "faulty"))
+
+
 def test_a_scheduler_gets_the_metric_of_each_evaluation_once(folder: Path) -> None:
     """One worker dies in the first step after an evaluation, and all of them in the first step after the next."""
     falling = partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=1e3, threshold_mode="abs")

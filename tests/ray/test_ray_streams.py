@@ -243,7 +243,7 @@ def test_a_killed_worker_costs_a_run_no_row_and_no_bit(tmp_path: Path) -> None:
 
     def state(name: str, *kills: torch_jobs.Kill) -> State:
         streamed = ray.data.range(torch_jobs.ROWS, override_num_blocks=5).map_batches(table_of_rows)
-        tw.fit(torch_jobs.job(tmp_path / name, kills, train=from_ray(streamed), evaluate=from_ray(streamed)))
+        tw.fit(torch_jobs.job(tmp_path / name, kills, train=streamed, evaluate=streamed))
         return final_state(tmp_path / name, "faulty")
 
     kill = torch_jobs.Kill(rank=1, step=13, folder=str(tmp_path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support.finished_runs import told
 from trainwright.core import events
+from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 
@@ -239,6 +240,32 @@ def job(
             **fields,
         }
     )
+
+
+class JobOrder:
+    """A batch sampler: batches of 7 in the order in which a job of `job` reads its table."""
+
+    def __init__(self) -> None:
+        index = tw.datasets.table(data()).index()
+        self.order = make_schedule(index, batch_size=24, epochs=3, seed=3).order
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(0, ROWS, 7))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.order.rows_at(self.epoch, np.arange(ROWS)).tolist()
+        yield from (rows[first : first + 7] for first in range(0, ROWS, 7))
+
+
+def loader() -> Any:
+    """The rows of `job` in the same order, from a process of torch's DataLoader."""
+    table = data()
+    rows: Any = [{name: array[row] for name, array in table.items()} for row in range(ROWS)]
+    return torch.utils.data.DataLoader(rows, batch_sampler=JobOrder(), num_workers=1)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

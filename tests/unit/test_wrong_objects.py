@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.core.engine import stack_column
 from trainwright.core.errors import DataError, JobError
 
-ROWS = TensorDataset(torch.ones(4, 2), torch.zeros(4))
 SCHEDULER = torch.optim.lr_scheduler.StepLR
-
-
-class Streamed(IterableDataset[int]):
-    """Rows without numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
 
 
 class Duck:
@@ -61,9 +51,7 @@ def job(**fields: Any) -> tw.Job:
 @pytest.mark.parametrize(
     ("fields", "advice"),
     [
-        ({"train": DataLoader(ROWS)}, "a DataLoader: give its data set, tw.datasets.from_torch(loader.dataset"),
-        ({"evaluate": ROWS}, "evaluate= is no data set, but a TensorDataset: give tw.datasets.from_torch(dataset"),
-        ({"train": Streamed()}, "its rows have no numbers: write them once as parquet"),
+        ({"train": iter}, "train= is no data set, but a builtin_function_or_method: give tw.datasets"),
         ({"train": Duck()}, "tw.datasets.from_torch(dataset"),
         ({"train": {"x": [1]}}, "give tw.datasets.table({...})"),
         ({"train": np.ones(3)}, 'give tw.datasets.table({"x": array'),
