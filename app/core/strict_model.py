@@ -119,7 +119,7 @@ _KERAS_SCHEDULE = "keras.src.optimizers.schedules.learning_rate_schedule.Learnin
 
 
 def as_dataset(field: str, value: Any) -> Any:
-    """A data set or loader of torch, Hugging Face or Ray Data as a Dataset; other values as they are. Raises JobError."""
+    """A data set or loader of torch, Hugging Face or Ray Data as a Dataset; other values as is. Raises JobError."""
     kinds = qualified_bases(type(value))
     name = next((name for kind, name in _DATA_FUNCTIONS.items() if kind in kinds), None)
     try:
