@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.finished_runs import State, final_state
 from tests.support.streams import collect, real, same
 from trainwright.core.data import Feed, FeedAssignment
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
+from trainwright.core.pickling import dumps, loads
 from trainwright.datasets import Dataset, from_ray
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
@@ -250,3 +252,34 @@ def test_a_killed_worker_costs_a_run_no_row_and_no_bit(tmp_path: Path) -> None:
     broken_run, unbroken = state("broken", kill), state("unbroken")
     assert kill.mark.exists() and broken_run.step == unbroken.step == 27
     assert broken_run.files == unbroken.files
+
+
+@ray.remote(num_cpus=0)
+def consume(pickled: bytes, rank: int) -> int:
+    """Read a rank's share of one epoch; return the sum of its ids."""
+    data, index, rows = loads(pickled)
+    with loader(data, index, rank, 2, rows, batch_size=256, epochs=1).feeds() as feeds:
+        return sum(sum(real(feed)) for feed in feeds)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_20_gb_go_through_2_workers_in_bounded_memory() -> None:
+    """Of shared memory, where the blocks are; the window may hold 768 MiB, and Ray Data has as much on its way."""
+    count = 20 * 1024 * 4
+
+    def wide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {**batch, "x": np.ones((len(batch["id"]), 1 << 18), np.uint8)}
+
+    numbered = ray.data.range(count, override_num_blocks=320).map_batches(wide, batch_size=64)
+    data = from_ray(numbered, rows=count)
+    made = Delivery(data, data.index(), batch_size=256, epochs=1)
+    before, peak = shutil.disk_usage("/dev/shm").used, 0
+    packed = dumps((data, made.index, made.rows))
+    waiting = [consume.remote(packed, rank) for rank in range(2)]
+    while len(ray.wait(waiting, num_returns=2, timeout=0.2)[0]) < 2:
+        peak = max(peak, shutil.disk_usage("/dev/shm").used - before)
+    assert sum(ray.get(waiting)) == count * (count - 1) // 2
+    assert peak < 3 << 30, f"{peak >> 20} MiB"
+    print(f"peak {peak >> 20} MiB")
+    made.handle.close()
