@@ -326,6 +326,28 @@ class Dataset:
         return self.transform(self.reader(index, names, seed=seed).gather(samples, epoch), samples, counters, names)
 
 
+def delivery_of(data: Dataset, choice: str = "auto") -> tuple[str, str]:
+    """Return how rows reach the workers, `direct` or `ray_data`, and why.
+
+    Raises:
+        DataError: `direct` for a Ray Dataset, which only Ray Data can execute.
+    """
+    if data.streamed:
+        if choice == "direct":
+            raise DataError(
+                "delivery='direct' reads in the workers, and a Ray Dataset is executed by Ray Data",
+                where=repr(data),
+                remedy="leave delivery= out, or materialise the data set",
+            )
+        return "ray_data", "it executes the data set"
+    if choice != "auto":
+        return choice, f"delivery={choice!r}"
+    asking = [function_name(step.function) for step in data.transforms if step.heavy]
+    if asking:
+        return "ray_data", f"{' and '.join(dict.fromkeys(asking))} asks for CPUs or GPUs of its own"
+    return "direct", "no transform asks for CPUs or GPUs of its own"
+
+
 def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:
     """Rows of parquet files.
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup, Rows, schema_of
-from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.dataset import Dataset, delivery_of
 from trainwright.datasets.formats.file_system import absolute_path, glob_base, resolve_file_system
 from trainwright.datasets.formats.parquet import ParquetSource
 from trainwright.datasets.formats.parquet_writer import SHARD_BYTES, WrittenShards, write_shards
@@ -62,6 +62,7 @@ class Inspection:
     group_bytes: _Distribution  # decoded size of a row group
     columns: Mapping[str, Field]  # after the transforms, by name
     files: _FileStatistics | None  # None where the rows do not come from files
+    delivery: tuple[str, str]  # how rows reach the workers, `direct` or `ray_data`, and why
     samples: tuple[Mapping[str, Any], ...]  # the first rows; values as numbers, text, or words about an array
     # by integer column of few values: rows of each value, the most frequent first
     classes: Mapping[str, Mapping[int, int]]
@@ -88,6 +89,7 @@ def inspect(
     batch_size: int = 256,
     window: int | None = None,
     shuffled: bool = True,
+    delivery: str = "auto",
 ) -> Inspection:
     """Look at a data set. Reads its index, the first rows, and integer columns of up to a million rows.
 
@@ -96,6 +98,7 @@ def inspect(
         batch_size: of the training whose shuffle is measured.
         window: its `shuffle_window`.
         shuffled: False where it is read in the order of storage.
+        delivery: of the job.
 
     Raises:
         DataError: there is no index; what is wrong with single rows goes into `problems`.
@@ -116,6 +119,7 @@ def inspect(
         group_bytes=_spread(rows * index.row_bytes),
         columns=columns,
         files=_files(dataset, index, problems),
+        delivery=delivery_of(dataset, delivery),
         samples=samples,
         classes=_classes(dataset, index, picked, problems),
         counted_rows=sum(index.groups[number].rows for number in picked),

@@ -85,8 +85,9 @@ def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict
 
         job = load_job(path)
         how = {"batch_size": job.batch_size, "window": job.data.shuffle_window, "shuffled": job.data.shuffle}
-        found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how)}
-        return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False})}
+        delivery = {"delivery": job.data.delivery}
+        found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how | delivery)}
+        return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False} | delivery)}
     from trainwright.datasets.dataset_tools import open_dataset
 
     return {"": (open_dataset(path, kind), {})}
@@ -99,6 +100,7 @@ def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
         "source": found.source,
         "rows": found.rows,
         "row_bytes": found.row_bytes,
+        "delivery": found.delivery,
         "columns": [
             {"name": column, "dtype": str(field.dtype), "shape": list(field.shape)}
             for column, field in found.columns.items()
@@ -141,6 +143,7 @@ def _summary_table(found: Inspection) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     sizes, rows = found.group_bytes, found.group_rows
     table.add_row("rows", f"{found.rows:,}, {formatting.size(found.row_bytes)} each when decoded")
+    table.add_row("delivery", "{}: {}".format(*found.delivery))
     table.add_row(
         "row groups",
         f"{found.groups:,} of {rows.least:,.0f} to {rows.most:,.0f} rows, median {rows.median:,.0f} "

@@ -67,12 +67,13 @@ class Data(_OptionGroup):
         collate: (columns) -> columns with the same number of rows, instead of pad: takes a dict of all columns of the
             data set as arrays and returns a dict of arrays or tensors, which inputs and targets name.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
-            of passes over the data, and mean the same when the data grows. A batch may hold the end of one pass and
-            the beginning of the next; only the last batch of an epoch is short.
+            of passes over the data. A batch may hold the end of one pass and the beginning of the next.
         shuffle: whether the training order changes with each epoch.
-        shuffle_window: rows that are permuted together: a larger window shuffles better and takes more memory; by
-            default as many as fit a reader's memory. `trainwright data inspect` measures the quality.
+        shuffle_window: rows that are permuted together; by default as many as fit a reader's memory. `trainwright data
+            inspect` measures the quality.
         drop_last: leave out the short last batch of an epoch.
+        delivery: `direct` (workers read and transform their samples), `ray_data` (other processes of the cluster do) or
+            `auto`: Ray Data for Ray Datasets, and where a transform asks for CPUs or GPUs.
         on_error: `raise`, or `skip` samples that cannot be read or transformed: they get weight 0 and a line in the
             run's quarantine. See `skip_limit`.
     """
@@ -86,6 +87,7 @@ class Data(_OptionGroup):
     shuffle_window: Annotated[int, Field(ge=1)] | None = None
     drop_last: bool = False
     on_error: Literal["raise", "skip"] = "raise"
+    delivery: Literal["auto", "direct", "ray_data"] = "auto"
 
     @property
     def collation(self) -> Collation:
@@ -111,8 +113,7 @@ class Training(_OptionGroup):
             `lambda optimizer: StepLR(optimizer, 30)` or `partial(OneCycleLR, max_lr=0.1)`, where `total_steps` and
             `num_training_steps` are filled in if they are not set. Its state is part of each checkpoint.
         schedule_by: `step`, or `epoch`: then functions get (epoch, epochs), and schedulers count on after each epoch.
-        schedule_metric: `loss`, or one of `metrics`, of the evaluation set: a scheduler such as ReduceLROnPlateau gets
-            it after each evaluation, and counts on then alone.
+        schedule_metric: `loss` or one of `metrics` that a scheduler such as ReduceLROnPlateau gets after evaluations.
         initial_weights: folder or file of safetensors, local or `s3://` and others, that the weights of a torch model
             are loaded from before the first step; or a `tw.InitialWeights`. See `docs/training.md`.
         weight_average: `tw.WeightAverage(decay=0.999)`: an average of the parameters (EMA, or SWA) of a torch model,
@@ -124,9 +125,8 @@ class Training(_OptionGroup):
         compile: how steps run: `auto` (the framework's default; TensorFlow as a graph), `eager` operation by operation
             for a debugger, `xla` by TensorFlow's XLA (`jit_compile`), or `inductor` by `torch.compile` of the model, or
             of each block of a model that is divided; dropout differs. A CPU needs a C++ compiler.
-        batch_norm: what batch norms of a torch model see in training: `local`, each worker's own share (needs
-            `inexact`), with running statistics averaged over the workers in each step, or `sync`, the whole batch, as
-            on one device.
+        batch_norm: what batch norms of a torch model see in training: `sync`, the whole batch, or `local`, a worker's
+            share (needs `inexact`), with running statistics averaged over the workers in each step.
         inexact: accepted differences between one device and many: `("batch_norm",)`; `("batch_loss",)` for a loss that
             compares the samples of a batch and sees only a part of it (`tw.gather` returns all of them);
             `("replicas",)` for workers on different hardware, whose copies of the model may drift apart. By default
@@ -382,7 +382,7 @@ FIELD_ORDER: ColumnNames = (
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
     "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights", "cross_device_ops",
-    "communication", "bytes_per_pack",
+    "communication", "bytes_per_pack", "delivery",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -413,8 +413,8 @@ class Job(_JobModel):
             torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
             functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so are
             metrics.
-        train: data set to train on, such as `tw.datasets.parquet("data/train")`. A data set of torch, Hugging
-            Face or Ray Data, or a loader, is taken as by `tw.datasets.from_torch`, `from_huggingface` and `from_ray`.
+        train: data set to train on, such as `tw.datasets.parquet("data/train")`, or a data set or loader of torch,
+            Hugging Face or Ray Data.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.

@@ -16,7 +16,7 @@ from trainwright.core.job import Job
 from trainwright.core.metric_goals import check_goals
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
-from trainwright.datasets.dataset import Index, transformed_fields
+from trainwright.datasets.dataset import Index, delivery_of, transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
@@ -176,6 +176,9 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
         notes.append(_REPLACED)
     if note := job.train.source.plan_note:
         notes.append(f"train= is {note}")
+    delivery, why = delivery_of(job.train, job.data.delivery)
+    if delivery == "ray_data" and not job.train.streamed:
+        notes.append(f"train= is delivered by Ray Data: {why}")
     if prepared.unused:
         notes.append(_unused(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
@@ -333,7 +336,7 @@ def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
     for dataset in (job.train, job.evaluate):
         if dataset is not None and dataset.streamed:
             functions[repr(dataset)] = dataset.source.needs["GPU"]
-        for step in dataset.transforms if dataset is not None else ():
+        for step in dataset.transforms if dataset is not None and job.data.delivery != "direct" else ():
             if step.heavy:
                 name = function_name(step.function)
                 if step.stateful:

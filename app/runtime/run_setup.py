@@ -17,7 +17,7 @@ from trainwright.core.frameworks import package_versions
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Capabilities
-from trainwright.datasets.dataset import Dataset, Index, first_batch
+from trainwright.datasets.dataset import Dataset, Index, delivery_of, first_batch
 from trainwright.datasets.loading.batch_loader import Fetcher, make_schedule
 from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver.messages import PlanSelector
@@ -244,7 +244,9 @@ class RayDataFeeder:
         read: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
         if job.evaluate is not None and evaluate is not None:
             read["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
-        heavy = {name: parts for name, parts in read.items() if parts[0].heavy}
+        choice = job.data.delivery
+        delivered = {name: parts for name, parts in read.items() if delivery_of(parts[0], choice)[0] == "ray_data"}
+        heavy = {name: parts for name, parts in delivered.items() if parts[0].heavy or not parts[0].streamed}
         if heavy:
             from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery
 
@@ -254,7 +256,7 @@ class RayDataFeeder:
             ]
             fetchers = start_delivery(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
-        streamed = {name: parts for name, parts in read.items() if parts[0].streamed and name not in heavy}
+        streamed = {name: parts for name, parts in delivered.items() if name not in heavy}
         if streamed:
             from trainwright.datasets.ray_data.block_stream import start_streams
 

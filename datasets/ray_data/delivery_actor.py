@@ -172,7 +172,7 @@ class DatasetDelivery:
     def stages(self) -> list[StageProgress]:
         """Return the progress of each stage."""
         elapsed_s = time.monotonic() - self._begun_s if self._begun_s else 0.0
-        slots = {delivery_pipeline.READING: 1}
+        slots = {delivery_pipeline.READING: self._recipe.readers(self._free)}
         for number in range(1, len(self._recipe.stages)):
             step, pool = self._recipe.heavy(number), self._pools.get(number)
             slots[function_name(step.function)] = (

@@ -95,6 +95,11 @@ class PipelineSpec:
         slow = (number for number in range(1, count) if self.heavy(number).stateful)
         return range(next(slow, count), count)
 
+    def readers(self, free: Mapping[str, float]) -> int:
+        """Processes that read. One before heavy stages, so that what is decoded is decoded once; else one a CPU."""
+        alone = len(self.stages) > 1 or self.index.in_order
+        return 1 if alone else max(int(free["CPU"] + 1e-6), 1)
+
     def heavy(self, stage: int) -> BatchMap:
         """The heavy transform that a stage, not the first one, begins with."""
         step = self.dataset.transforms[self.stages[stage][0]]
@@ -191,7 +196,7 @@ def run_pipeline(
         data = read_datasource(
             _PlannedDatasource(recipe, part, gate),
             override_num_blocks=len(part),
-            compute=ActorPoolStrategy(size=1),  # one process, so that what is decoded is decoded once
+            compute=ActorPoolStrategy(size=stages.readers(free)),
             num_cpus=0,
         )
         for number in range(1, stages.on_actors.start):

@@ -25,6 +25,7 @@ from trainwright.core.data import Feed
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.core.pickling import dumps, loads
 from trainwright.datasets import Dataset, table
+from trainwright.datasets.dataset import delivery_of
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
@@ -78,6 +79,15 @@ def test_the_same_batches_both_ways(shared: RayFetcher, total: int, start: int) 
         light = collect(stream(data, rank, total, None), start)
         assert len(light) == 24 - start and light[-1].rows == ROWS - 11 * BATCH
         check(collect(stream(data, rank, total, shared), start), light)
+
+
+def test_light_data_comes_through_ray_data_on_request() -> None:
+    data = table({"id": np.arange(ROWS)}).map(noisy)
+    assert not data.heavy and delivery_of(data, "ray_data") == ("ray_data", "delivery='ray_data'")
+    fetcher = feeder(data)
+    check(collect(stream(data, 1, 2, fetcher)), collect(stream(data, 1, 2, None)))
+    assert [(stage.name, stage.slots) for stage in fetcher.stages()] == [("reading", 2)]
+    fetcher.close()
 
 
 async def answer_of(local: DatasetDelivery, step: int) -> ShareReply:

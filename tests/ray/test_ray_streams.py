@@ -20,6 +20,7 @@ from trainwright.core.errors import DataError, HangError, ResourceError, UserCod
 from trainwright.core.pickling import dumps, loads
 from trainwright.datasets import Dataset, from_ray
 from trainwright.datasets.data_source import Index
+from trainwright.datasets.dataset import delivery_of
 from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
 from trainwright.datasets.ray_data import block_stream
 from trainwright.datasets.ray_data.block_stream import StreamRows, start_streams
@@ -223,6 +224,8 @@ def test_it_says_what_it_needs() -> None:
 
 
 def test_what_cannot_be_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="'direct' reads in the workers, and a Ray Dataset is executed by Ray Data"):
+        delivery_of(from_ray(ray.data.range(9)), "direct")
     with pytest.raises(DataError, match="no rows"):
         from_ray(ray.data.range(9).filter(lambda row: False)).index()
     with pytest.raises(UserCodeError, match="the function given to from_ray raised KeyError"):
