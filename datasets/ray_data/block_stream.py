@@ -124,7 +124,7 @@ def execute(
         cause = error.cause
         if isinstance(cause, TrainwrightError):
             raise cause from error
-        text = f"a task of the Ray Dataset raised {type(cause).__name__}: {cause}"
+        text = f"a task of the Ray Dataset raised {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         raise UserCodeError(text, where=where, remedy="see the error above", detail=str(error)) from error
     except RayError as error:
         text = f"the Ray Dataset failed: {type(error).__name__}"

@@ -35,7 +35,8 @@ def job(**more: Any) -> Any:
     data = rows.map_batches(judge, gpus=0.5).map_batches(Teacher, gpus=1)
     scaling = SimpleNamespace(workers=more.pop("workers", None), accelerator=more.pop("accelerator", "auto"))
     fields = {"train": data, "evaluate": data, **more}
-    return SimpleNamespace(ordering=lambda **_: {}, scaling=scaling, **fields)
+    how = SimpleNamespace(delivery=fields.pop("delivery", "auto"))
+    return SimpleNamespace(ordering=lambda **_: {}, scaling=scaling, data=how, **fields)
 
 
 def test_gpus_are_kept_for_the_transforms_that_ask_for_them() -> None:
@@ -45,6 +46,7 @@ def test_gpus_are_kept_for_the_transforms_that_ask_for_them() -> None:
     assert [node.accelerators for node in left.nodes] == [4, 2]
     assert notes == ("2 GPUs are kept for Teacher, judge",)
     assert reserve_for_transforms(cluster, job(accelerator="cpu")) == (cluster, ())
+    assert reserve_for_transforms(cluster, job(delivery="direct")) == (cluster, ())
     plain = table({"x": np.arange(3)}).map_batches(judge, cpus=1)
     assert reserve_for_transforms(cluster, job(train=plain, evaluate=None)) == (cluster, ())
     two = plain.map_batches(Teacher, gpus=1).map_batches(Teacher, gpus=1, fn_constructor_args=(2,))
