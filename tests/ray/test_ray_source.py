@@ -20,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(autouse=True)
-def quiet(ray_cluster: None) -> None:
+def quiet(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data sets are materialised in the order of their rows."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
+    monkeypatch.setattr(context.execution_options, "preserve_order", True)
 
 
 def numbers(rows: int = 100, blocks: int = 4) -> Any:
