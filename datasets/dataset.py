@@ -257,10 +257,8 @@ class Dataset:
 
     @property
     def stateful(self) -> bool:
-        """Whether reading a row is slow to begin, so that only the actors of Ray Data shall do it."""
-        return self.streamed or any(
-            step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms
-        )
+        """Whether a heavy transform is slow to open, so that only the actors of Ray Data shall open it."""
+        return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
 
     @property
     def needs(self) -> dict[str, float]:

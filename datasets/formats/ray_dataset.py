@@ -59,7 +59,8 @@ from trainwright.datasets.ray_data.block_stream import (
 )
 
 _FILE = "Ray block"
-_FIRST = "first"  # trait of an index: a digest of the first rows
+_FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
+_KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
 
 
@@ -185,7 +186,7 @@ class _StreamSource(SequentialSource):
             schema=schema,
             row_bytes=row_bytes,
             hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),
-            traits={_FIRST: hash_values([first])},
+            traits={_FIRST: hash_values([first]), **_few(first, row_bytes)},
             in_order=True,
             window=min(rows, max(_WINDOW_BYTES // row_bytes, 1)),
         )
@@ -205,7 +206,8 @@ class _StreamSource(SequentialSource):
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
         """A reader that executes the data set in this process."""
-        return StreamRows(ExecutedBlocks(self.spec(index, 1)), index, columns, self.describe())
+        known = {name: rows for name, rows in index.traits.items() if name != _FIRST}
+        return StreamRows(ExecutedBlocks(self.spec(index, 1)), index, columns, self.describe(), known)
 
     def _look(self, dataset: Any, *, whole: bool = False) -> tuple[Arrays, int]:
         """Return the first rows of a Ray Dataset, and how many it has where the whole of it is looked at."""
@@ -292,6 +294,11 @@ def _block_info(block: Any, number: int) -> _BlockInfo:
         sums.update(repr((name, array.tolist())).encode())
     schema = schema_of(ends)
     return _BlockInfo(rows=table.num_rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
+
+
+def _few(first: Arrays, row_bytes: int) -> Arrays:
+    """Copies of the first rows, so that nobody executes the data set to look at one."""
+    return {name: array[: max(_KEPT_BYTES // row_bytes, 1)].copy() for name, array in first.items()}
 
 
 def _size_bytes(array: npt.NDArray[Any]) -> int:

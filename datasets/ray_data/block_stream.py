@@ -403,12 +403,20 @@ class _DeliveredBlocks:
 
 
 class StreamRows:
-    """Rows of a stream by their number in a pass. For any thread; picklable."""
+    """Rows of a stream by their number in a pass. For any thread; picklable.
 
-    def __init__(self, source: _BlockSource, index: Index, columns: Sequence[str], name: str) -> None:
+    Args:
+        known: columns of the first rows of the first pass, which need no block.
+    """
+
+    def __init__(
+        self, source: _BlockSource, index: Index, columns: Sequence[str], name: str, known: Arrays | None = None
+    ) -> None:
         self._source, self._index, self._name = source, index, name
         self._schema = {column: index.schema[column] for column in columns}
         self._kept: dict[int, tuple[int, Arrays]] = {}  # by the first row of a block, the row after its last
+        if known:
+            self._kept[0] = len(next(iter(known.values()))), known
         self._lock = threading.Lock()
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
@@ -441,12 +449,12 @@ class StreamRows:
         self._kept = kept
 
     def _arrays(self, blocks: Sequence[Block], kept: Mapping[int, tuple[int, Arrays]]) -> dict[int, tuple[int, Arrays]]:
-        new = [block for block in blocks if block.first not in kept]
-        contents = dict(zip(new, ray.get([block.reference for block in new], timeout=DEADLINE_S), strict=True))
-        return {
-            block.first: kept.get(block.first) or (block.first + block.rows, self._decoded(block, contents[block]))
-            for block in blocks
-        }
+        found = {block.first: kept.get(block.first, (0, {})) for block in blocks}
+        new = [block for block in blocks if found[block.first][0] != block.first + block.rows]
+        contents = ray.get([block.reference for block in new], timeout=DEADLINE_S)
+        for block, content in zip(new, contents, strict=True):
+            found[block.first] = block.first + block.rows, self._decoded(block, content)
+        return found
 
     def _decoded(self, block: Block, content: Any) -> Arrays:
         epoch, first = divmod(block.first, self._index.rows)

@@ -91,6 +91,12 @@ def test_workers_get_the_rows_that_one_process_reads(delivery: Delivery) -> None
     assert batch.columns["image"].shape[1:] == (2, 3) and (batch.columns["image"][:, 1, 2] == batch.columns["id"]).all()
 
 
+def test_a_row_can_be_looked_at_without_an_execution(delivery: Delivery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_stream, "execute", lambda *_: pytest.fail("it was executed"))
+    first = delivery.data.read(delivery.index, [0, 3])
+    assert first["id"].tolist() == [1, 7] and first["image"][1].tolist() == [[7.0] * 3] * 2
+
+
 def test_the_order_of_the_data_set_is_kept_without_shuffle(delivery: Delivery) -> None:
     first = delivery.feeds(shuffle=False)[0]
     assert real(first) == list(range(1, 2 * BATCH, 2))
