@@ -27,7 +27,7 @@ from ray import cloudpickle
 
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
-from trainwright.core.pickling import dumps
+from trainwright.core.pickling import dumps, loads
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
@@ -173,7 +173,7 @@ class _StreamSource(SequentialSource):
 
         Raises DataError, UserCodeError.
         """
-        dataset = open_dataset(self.make, 0, self.describe())
+        dataset = open_dataset(_portable(self.make), 0, self.describe())
         rows = self.rows or known_rows(dataset)
         first, counted = self._look(dataset, whole=rows is None)
         rows = rows or counted
@@ -258,11 +258,16 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
         raise DataError(f"rows={rows} is no length of a pass", where="from_ray", remedy="give 1 or more")
     if cache is not None:
         if not is_complete(cache):
-            write_shards(_batches(open_dataset(dataset, 0, "from_ray")), cache)
+            write_shards(_batches(open_dataset(_portable(dataset), 0, "from_ray")), cache)
         return parquet(cache)
     if type(dataset).__name__ == "MaterializedDataset":
         return Dataset(source=_stored_blocks(dataset))
     return Dataset(source=_StreamSource(make=dataset, rows=rows, replayable=replayable))
+
+
+def _portable(make: Any) -> Any:
+    """Return a copy whose functions Ray pickles by value: no other process can import a job file or its modules."""
+    return loads(dumps(make))
 
 
 def _stored_blocks(dataset: Any) -> _RaySource:

@@ -27,6 +27,7 @@ from trainwright.core.errors import DataError, HangError, ResourceError, Trainwr
 from trainwright.core.pickling import loads
 from trainwright.datasets.data_source import Arrays, Index, Rows, require_same_fields, schema_of, select_columns
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
+from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get
 from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch_from_actor
 
 _Result = TypeVar("_Result")
@@ -138,7 +139,7 @@ def _settings(dataset: Any, free: Mapping[str, float] | None) -> Iterator[None]:
 
     context, options, log = dataset.context, dataset.context.execution_options, logging.getLogger("ray.data")
     level = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.CRITICAL)  # what goes wrong is raised
     before = context.enable_progress_bars, context.print_on_execution_start, context.raise_original_map_exception
     kept = options.preserve_order, options.resource_limits
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -195,6 +196,7 @@ class _StreamActor:
     """
 
     def __init__(self, specs: Sequence[StreamSpec], free: Mapping[str, float]) -> None:
+        allow_blocking_get()
         self._windows = [_Window(spec, free) for spec in specs]
 
     async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: bool) -> _StreamReply:

@@ -102,6 +102,7 @@ class DeliveryActor:
     """
 
     def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
+        delivery_pipeline.allow_blocking_get()
         made: list[PipelineSpec] = [loads(recipe) for recipe in recipes]
         stored = [ray.put(recipe) for recipe in recipes]
         sizes, left = allocate_actors(made, free)

@@ -299,3 +299,10 @@ def _disable_reservation(context: DataContext) -> None:
     context.op_resource_reservation_enabled = False
     policies = [each for each in ENABLED_BACKPRESSURE_POLICIES if each is not ResourceBudgetBackpressurePolicy]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
+
+
+def allow_blocking_get() -> None:
+    """Let threads of an asynchronous actor wait for Ray without a warning; Ray tells them from the event loop's not."""
+    from ray._private import worker
+
+    worker.blocking_get_inside_async_warned = True
