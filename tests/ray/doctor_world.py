@@ -12,7 +12,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 import trainwright as tw
-from tests.support import ray_clusters
 from trainwright.diagnostics import cluster_probe
 from trainwright.diagnostics.cluster_probe import check_unreachable
 from trainwright.diagnostics.node_facts import ClusterFacts, UnreachableNode
@@ -25,7 +24,6 @@ def waits() -> None:
 
 def main(folder: str) -> None:
     """Look twice."""
-    ray_clusters.thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
