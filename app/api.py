@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainwright.distillation.hyperparameter_search import Search
     from trainwright.distillation.multi_stage import MultiStage
     from trainwright.inference.batch_inference import Prediction
+    from trainwright.integrations.ray_train import Processes
     from trainwright.planning.decision import Decision
     from trainwright.planning.what_if import Goal, Price, WhatIf
     from trainwright.runtime.run_handle import Run
@@ -105,7 +106,13 @@ def plan(
 
 
 def start(
-    job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False, detached: bool = False
+    job: Job | str,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    verbose: bool = False,
+    detached: bool = False,
+    processes: Processes | None = None,
 ) -> Run:
     """Plan, start workers and train in the background. Returns a handle at once.
 
@@ -115,30 +122,47 @@ def start(
         verbose: show Ray's own output.
         detached: put the driver in an actor of the cluster, which outlives this process; Ray restarts it. It needs
             a cluster that outlives this process; its output is in Ray's logs.
+        processes: inside a train function of Ray Train, train in its own processes (`ray_train`), or in others beside
+            them (`own`), of which a lost one is replaced. By default in its own, unless the plan or the recovery
+            options of the job need others. See `docs/ray-train.md`.
 
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is wrong; nothing was started.
     """
-    from trainwright.integrations.ray_train import inside_ray_train, start_inside_ray_train
+    from trainwright.integrations.ray_train import inside_ray_train, refuse_outside_ray_train, start_inside_ray_train
     from trainwright.runtime.launch import prepare_run
     from trainwright.runtime.run_handle import Run
 
-    job, prepare = _job(job), start_inside_ray_train if inside_ray_train() else prepare_run
-    return Run(job, *prepare(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
+    job = _job(job)
+    if inside_ray_train():
+        driver, decision = start_inside_ray_train(
+            job, resume=resume, fresh=fresh, verbose=verbose, detached=detached, processes=processes
+        )
+    else:
+        refuse_outside_ray_train(processes)
+        driver, decision = prepare_run(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached)
+    return Run(job, driver, decision)
 
 
-def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+def fit(
+    job: Job | str,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    verbose: bool = False,
+    processes: Processes | None = None,
+) -> Run:
     """Plan, start workers, train, recover and report. Returns when the run has ended.
 
     The first Ctrl-C takes a checkpoint and stops, the second stops at once; SIGTERM, a preemption notice, acts like the
-    first. The run's `state` is then `stopped`, and the same call resumes it.
+    first. The run's `state` is then `stopped`, and the same call resumes it. `processes` is as of `tw.start`.
 
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
     from trainwright.runtime.run_handle import wait_for_run
 
-    run = start(job, resume=resume, fresh=fresh, verbose=verbose)
+    run = start(job, resume=resume, fresh=fresh, verbose=verbose, processes=processes)
     wait_for_run(run)
     return run
 

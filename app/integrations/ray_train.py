@@ -1,55 +1,60 @@
 """A run inside a train function of Ray Train, on its workers.
 
-Rank 0 drives the run, the others wait for its end, and all ranks report to Ray Train together. Ray Train's workers are
-the cluster of the run, and its placement group holds the run's processes.
+Rank 0 drives the run, and all ranks report to Ray Train together. Ray Train's workers are the cluster of the run: they
+train in their own processes, or each one lends its bundle of Ray Train's placement group to a process of ours.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import math
+import os
+import re
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import uuid
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import cloudpickle
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainwright.core import formatting
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import PlanError, ResourceError, TrainwrightError, WorkerLost
+from trainwright.core.errors import JobError, PlanError, ResourceError, TrainwrightError, WorkerLost
 from trainwright.core.events import Checkpointed, Evaluated, Event, Failed, Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.driver.messages import FinishRun
+from trainwright.integrations.rank_channel import RankCalls, RankChannel, RankHandle, TrainWorker
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import nodes_by_id
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.run_handle import RunDriver
 from trainwright.runtime.run_listeners import create_controller
-from trainwright.runtime.takeover import NAMESPACE, kept_alive, run_name
+from trainwright.runtime.takeover import kept_alive, run_name
+from trainwright.storage.checkpoints import MANIFEST
 from trainwright.storage.event_files import read_events
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
+from trainwright.storage.store_errors import MissingFile
+from trainwright.strategies import engine_class
 from trainwright.tracking.experiment_trackers import check_trackers
 
+_TF_CONFIG, _LEGACY_KERAS = "TF_CONFIG", "TF_USE_LEGACY_KERAS"  # a TensorflowTrainer sets both
 _HOLD_S = 15.0  # within this time Ray Train ends all ranks after rank 0 has raised an error
 
 
@@ -71,6 +76,16 @@ def refuse_inside_ray_train(what: str, remedy: str) -> None:
         raise ResourceError(f"{what} cannot be called inside Ray Train", where="the train function", remedy=remedy)
 
 
+def refuse_outside_ray_train(processes: str | None) -> None:
+    """Raise ResourceError for a choice that exists only inside Ray Train."""
+    if processes == "ray_train":
+        raise ResourceError(
+            'processes="ray_train" needs workers of Ray Train, and there are none here',
+            where="processes",
+            remedy="leave it out, or call tw.fit in the train function of a TorchTrainer",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _LeaderAnswer:
     """The first message of rank 0: the plan, and the storage of the run."""
@@ -80,13 +95,13 @@ class _LeaderAnswer:
 
 
 def start_inside_ray_train(
-    job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False
+    job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False, processes: Processes | None = None
 ) -> tuple[RunDriver, Decision]:
     """Return a driver of a job's run and its plan inside a train function of Ray Train; every rank calls it.
 
     Args:
-        job, resume, fresh, verbose, detached: as of `tw.start`. `fresh` is ignored when Ray Train starts the function
-            again; `detached` is refused.
+        job, resume, fresh, verbose, detached, processes: as of `tw.start`. `fresh` is ignored when Ray Train starts the
+            function again; `detached` is refused.
 
     Raises:
         TrainwrightError: on every rank, the error of rank 0.
@@ -98,14 +113,17 @@ def start_inside_ray_train(
         )
     group = ray.util.get_current_placement_group()
     assert group is not None, "workers of Ray Train are in a placement group"
-    channel = _RankChannel.open(group)
+    channel = RankChannel.open(group)
+    os.environ.pop(_LEGACY_KERAS, None)  # Keras 3 trains here, as elsewhere
+    follower = _FollowerRank(channel) if channel.rank else None
     channel.register(_this_worker(job))
-    if _context().get_world_rank() != 0:
-        return _follow(channel)
+    if follower is not None:
+        return follower, follower.begin()
+    RankCalls(channel, lambda message: None)  # rank 0 tells itself nothing new
     try:
-        return _lead(channel, job, group, resume=resume, fresh=fresh, verbose=verbose)
+        return _lead(channel, job, group, resume=resume, fresh=fresh, verbose=verbose, processes=processes)
     except BaseException as error:
-        channel.send_last(_portable_error(error))
+        channel.send_last(FinishRun(outcome="failed", step=0, error=_portable_error(error)))
         raise
 
 
@@ -123,7 +141,14 @@ def _this_worker(job: Job) -> TrainWorker:
 
 
 def _lead(
-    channel: _RankChannel, job: Job, group: PlacementGroup, *, resume: bool, fresh: bool, verbose: bool
+    channel: RankChannel,
+    job: Job,
+    group: PlacementGroup,
+    *,
+    resume: bool,
+    fresh: bool,
+    verbose: bool,
+    processes: Processes | None,
 ) -> tuple[RunDriver, Decision]:
     table: dict[str, Any] = placement_group_table(group)
     workers = TrainWorkers.of(channel.workers(), table["bundles_to_node_id"], group.bundle_specs)
@@ -132,32 +157,47 @@ def _lead(
     with kept_alive(run_name(open_store(job.storage).uri_of(job.name))):
         prepared = prepare(job, resume=resume or again, fresh=fresh and not again)
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # outside placement groups
-        decision = plan_for(prepared, workers.cluster(nodes_by_id()))
-        decision = workers.placed(decision, data_cpus=free.get("CPU", 0.0))
+        decision = _decide(prepared, workers.cluster(nodes_by_id()), group)
+        why = own_processes_reason(job, decision.chosen, processes)
+        decision = workers.placed(decision, data_cpus=free.get("CPU", 0.0), own=why)
         head = RunLog(prepared.store, job.name).head()
         session: RunDriver
         if again and head is not None and head.outcome == "done":
             session = _FinishedRun(prepared)
         else:
-            placement = TrainPlacement(workers, group, decision.chosen)
-            progress = RunProgress(decision.chosen, verbose=verbose)
-            session = create_controller(prepared, decision, progress, fresh=fresh and not again, room=placement)
+            shared = None if why else SharedProcesses(workers, group, decision.chosen, channel)
+            started = prepared if why else replace(prepared, job=job.replace(spares=0))
+            session = create_controller(
+                started,
+                decision,
+                RunProgress(decision.chosen, verbose=verbose),
+                fresh=fresh and not again,
+                room=shared or TrainPlacement(workers, group, decision.chosen),
+            )
+            if shared is not None:
+                session.listen(shared)
     channel.send(_LeaderAnswer(decision=decision, storage=prepared.store.uri))
     return LeaderRank(channel, session, prepared), decision
 
 
-def _follow(channel: _RankChannel) -> tuple[RunDriver, Decision]:
-    answer = channel.receive()
-    if isinstance(answer, BaseException):
-        _wait_for_rank_0()
-        raise answer
-    return _FollowerRank(channel, open_store(answer.storage)), answer.decision
+def _decide(prepared: PreparedJob, cluster: Cluster, group: PlacementGroup) -> Decision:
+    """Choose the plan; for TensorFlow in another process, since this one may use it only to train."""
+    if _TF_CONFIG not in os.environ:
+        return plan_for(prepared, cluster)
+    environment = {"env_vars": {_TF_CONFIG: os.environ[_TF_CONFIG]}}
+    where = PlacementGroupSchedulingStrategy(group)
+    task = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=where)(plan_for)
+    try:
+        decision: Decision = ray.get(task.remote(prepared, cluster))
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, TrainwrightError) else error from None
+    return decision
 
 
 class LeaderRank:
     """Drives the run on rank 0, and lets every rank report its metrics to Ray Train."""
 
-    def __init__(self, channel: _RankChannel, session: RunDriver, prepared: PreparedJob) -> None:
+    def __init__(self, channel: RankChannel, session: RunDriver, prepared: PreparedJob) -> None:
         self._channel, self._session, self.store = channel, session, prepared.store
         run = prepared.job.name
 
@@ -207,21 +247,48 @@ class LeaderRank:
 
 
 class _FollowerRank:
-    """Waits for the end of the run on another rank. Implements `RunDriver`."""
+    """Does what rank 0 asks until the end of the run. Implements `RunDriver`."""
 
-    def __init__(self, channel: _RankChannel, store: Store) -> None:
-        self._channel, self.store = channel, store
+    def __init__(self, channel: RankChannel) -> None:
+        self._begun: Future[_LeaderAnswer] = Future()
+        self._finished: Future[FinishRun] = Future()
+        self._calls = RankCalls(channel, self._told)
+
+    def begin(self) -> Decision:
+        """Wait for the plan. Raises the error of rank 0 if there is none."""
+        self._calls.wait(self._begun)
+        error = self._begun.exception()
+        if error is not None:
+            _wait_for_rank_0()
+            raise error
+        return self._begun.result().decision
+
+    @property
+    def store(self) -> Store:
+        """Where the run lives."""
+        return open_store(self._begun.result().storage)
 
     def run(self) -> FinishRun:
-        """Report what rank 0 reports, until it says how the run ended."""
-        while not isinstance(message := self._channel.receive(), FinishRun):
-            try:
-                _report(message)
-            except Exception as error:
-                raise _report_failure(error) from error
-        if message.error is not None:
+        """Wait until rank 0 says how the run ended."""
+        self._calls.wait(self._finished)
+        finish = self._finished.result()
+        if finish.error is not None:
             _wait_for_rank_0()
-        return message
+        return finish
+
+    def _told(self, message: _LeaderAnswer | _TrainReport | FinishRun) -> None:
+        match message:
+            case _LeaderAnswer():
+                self._begun.set_result(message)
+            case _TrainReport():
+                try:
+                    _report(message)
+                except Exception as error:
+                    raise _report_failure(error) from error
+            case FinishRun():
+                if not self._begun.done():
+                    self._begun.set_exception(message.error)
+                self._finished.set_result(message)
 
     def stop(self, now: bool = False) -> None:
         raise ResourceError("only rank 0 of Ray Train can stop the run", remedy="call stop where the rank is 0")
@@ -272,9 +339,11 @@ def _is_again(job: Job) -> bool:
     checkpoint = _ray_train().get_checkpoint()
     if checkpoint is None:
         return False
-    with checkpoint.as_directory() as folder:
-        file = Path(folder) / POINTER_FILE
-        found = json.loads(file.read_text()) if file.exists() else {}
+    try:  # the whole checkpoint would be copied from its storage for one file of it
+        with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{POINTER_FILE}") as file:
+            found: dict[str, Any] = json.loads(file.read())
+    except FileNotFoundError:
+        return False
     return {**found, **_mark(open_store(job.storage), job.name)} == found
 
 
@@ -286,13 +355,30 @@ def _report(report: _TrainReport) -> None:
 
 @contextmanager
 def _pointer_checkpoint(pointer: Mapping[str, str | int]) -> Iterator[Any]:
-    """Yield a checkpoint of Ray Train that contains a pointer; None without a pointer."""
-    if not pointer:
-        yield None
-        return
+    """Yield a checkpoint of Ray Train that contains a pointer and the weights; None without a pointer."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / POINTER_FILE).write_text(json.dumps(pointer))
-        yield _ray_train().Checkpoint.from_directory(folder)
+        if pointer and copy_weights(str(pointer["checkpoint"]), Path(folder)):
+            (Path(folder) / POINTER_FILE).write_text(json.dumps(pointer))
+            yield _ray_train().Checkpoint.from_directory(folder)
+        else:
+            yield None
+
+
+def copy_weights(checkpoint: str, folder: Path) -> bool:
+    """Copy the files of a run's checkpoint that hold the weights of the whole model; none where the plan divides it.
+
+    Returns:
+        False if the checkpoint was deleted meanwhile, since newer ones exist.
+    """
+    store = open_store(checkpoint)
+    names = [name for name, _ in store.list()]
+    try:
+        for name in filter(_WEIGHTS.fullmatch, names):
+            with (folder / name).open("wb") as file:
+                file.writelines(store.stream(name))
+    except MissingFile:
+        return False
+    return MANIFEST in names
 
 
 def _portable_error(error: BaseException) -> TrainwrightError:
@@ -331,6 +417,7 @@ def _wait_for_rank_0() -> None:
 _REPORT_INTERVAL_S = 10.0  # longest time without a report while there are steps
 POINTER_FILE = "trainwright.json"
 """The file of a checkpoint of Ray Train that says where the run's own checkpoint is."""
+_WEIGHTS = re.compile(r"(model|average)(-\d+)?\.safetensors|state\.(index|data-.*)")  # of torch and of TensorFlow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,136 +511,7 @@ class ReportQueue:
         self._metrics |= {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-# --- The channel between the ranks of Ray Train -----------------------------------------------------------------------
-
-
-_LAST_MESSAGE_S = 10.0  # for the other ranks to receive the last message
-
-
-class _RankChannelActor:
-    """Keeps the workers of all ranks, and the messages of rank 0 in order for each of the other ranks to receive."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._workers: dict[int, TrainWorker] = {}
-        self._messages: list[bytes] = []
-        self._received: dict[int, int] = {}  # number of messages, by rank
-        self._changed = asyncio.Condition()
-
-    async def register(self, worker: TrainWorker) -> None:
-        async with self._changed:
-            self._workers[worker.rank] = worker
-            self._changed.notify_all()
-
-    async def workers(self) -> list[TrainWorker]:
-        """Return the workers of all ranks when all are registered."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._workers) == self._size)
-            return list(self._workers.values())
-
-    async def send(self, message: bytes) -> None:
-        async with self._changed:
-            self._messages.append(message)
-            self._changed.notify_all()
-
-    async def receive(self, rank: int, number: int) -> bytes:
-        """Return the message of this number when it is sent."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._messages) > number)
-            self._received[rank] = number + 1
-            self._changed.notify_all()
-            return self._messages[number]
-
-    async def all_received(self) -> None:
-        """Return when all other ranks have received all messages."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: all(self._received.get(rank, 0) >= len(self._messages) for rank in range(1, self._size))
-            )
-
-
-_RANK_CHANNEL_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(_RankChannelActor)
-"""The actor class. It ends with rank 0's process, and with Ray Train's placement group."""
-
-
-class _RankChannel:
-    """One rank's end of the channel. Messages are whatever cloudpickle can pickle."""
-
-    def __init__(self, actor: Any, rank: int) -> None:
-        self._actor, self._rank, self._received = actor, rank, 0
-
-    @classmethod
-    def open(cls, group: PlacementGroup) -> _RankChannel:
-        """Open the channel; every rank calls it equally often.
-
-        Raises:
-            ResourceError: this is the first version of Ray Train, which has no collectives.
-        """
-        context = _context()
-        try:
-            collective: Any = importlib.import_module("ray.train.collective")
-        except ImportError as error:
-            raise ResourceError(
-                "trainwright needs the second version of Ray Train",
-                where="RAY_TRAIN_V2_ENABLED=0",
-                remedy="unset RAY_TRAIN_V2_ENABLED: Ray 2.60 uses that version by default",
-            ) from error
-        rank, actor, name = context.get_world_rank(), None, f"trainwright-channel/{uuid.uuid4().hex[:12]}"
-        if rank == 0:
-            size = context.get_world_size()
-            options = {"name": name, "namespace": NAMESPACE, "max_concurrency": 2 * size + 8}
-            where = PlacementGroupSchedulingStrategy(group)
-            actor = _RANK_CHANNEL_ACTOR.options(scheduling_strategy=where, **options).remote(size)
-        name = collective.broadcast_from_rank_zero(name)
-        return cls(actor or ray.get_actor(name, namespace=NAMESPACE), rank)
-
-    def register(self, worker: TrainWorker) -> None:
-        """Tell rank 0 what this rank has."""
-        self._ask(self._actor.register.remote(worker))
-
-    def workers(self) -> list[TrainWorker]:
-        """Wait for the workers of all ranks and return them."""
-        found: list[TrainWorker] = self._ask(self._actor.workers.remote())
-        return found
-
-    def send(self, message: Any) -> None:
-        """Send a message from rank 0 to all other ranks."""
-        self._ask(self._actor.send.remote(cloudpickle.dumps(message)))
-
-    def send_last(self, message: Any) -> None:
-        """Send the last message and wait until it is received: the actor ends with this object."""
-        self.send(message)
-        ray.wait([self._actor.all_received.remote()], timeout=_LAST_MESSAGE_S)
-
-    def receive(self) -> Any:
-        """Wait for the next message of rank 0 and return it."""
-        message = self._ask(self._actor.receive.remote(self._rank, self._received))
-        self._received += 1
-        return cloudpickle.loads(message)
-
-    def _ask(self, ref: Any) -> Any:
-        try:
-            return ray.get(ref)
-        except RayError as error:
-            raise WorkerLost(
-                "rank 0 of Ray Train, which drives the run, has ended",
-                where=f"rank {self._rank}",
-                remedy="set FailureConfig(max_failures=...): Ray Train then starts again, and the run continues",
-            ) from error
-
-
 # --- Ray Train's workers as a cluster, and job options that conflict with them ----------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainWorker:
-    """One worker of Ray Train."""
-
-    rank: int
-    node_id: str
-    run: str
-    accelerator: str = ""  # Ray's resource of its accelerators, such as `GPU`; empty without any
-    accelerators: tuple[str, ...] = ()  # their ids on that node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -619,17 +577,22 @@ class TrainWorkers:
             )
         return job.replace(workers=size, min_workers=None, max_workers=None)
 
-    def placed(self, decision: Decision, *, data_cpus: float) -> Decision:
+    def placed(self, decision: Decision, *, data_cpus: float, own: str) -> Decision:
         """Return the decision with plans that use the resources of these workers.
 
         Args:
             data_cpus: CPUs of the cluster that are free for Ray Data.
+            own: why the workers are processes of their own; empty for those of Ray Train, in which no plans are
+                measured: one that fails there would cost a start of Ray Train.
 
         Raises:
             PlanError: the plan has another number of workers, or leaves accelerators unused.
         """
-        plans = [self._placed(plan, data_cpus) for plan in (decision.chosen, *decision.contenders)]
-        return replace(decision, chosen=plans[0], contenders=tuple(plans[1:]))
+        contenders = decision.contenders if own else ()
+        plans = [self._placed(plan, data_cpus) for plan in (decision.chosen, *contenders)]
+        note = _OWN_NOTE.format(own) if own else _SHARED_NOTE
+        chosen = replace(plans[0], notes=(*plans[0].notes, note))
+        return replace(decision, chosen=chosen, contenders=tuple(plans[1:]))
 
     def _placed(self, plan: Plan, data_cpus: float) -> Plan:
         size, held = len(self.workers), len(self.workers[0].accelerators)
@@ -673,7 +636,55 @@ def _check(workers: Sequence[TrainWorker]) -> None:
         )
 
 
-# --- Placement in the bundles that Ray Train reserved, whose resources its own workers hold ---------------------------
+# --- Whose processes the workers are ----------------------------------------------------------------------------------
+
+
+Processes = Literal["ray_train", "own"]
+_OWN_NOTE = "the workers are processes beside those of Ray Train, since {}"
+_SHARED_NOTE = (
+    "the workers are Ray Train's own processes: when one ends, Ray Train starts all again as FailureConfig allows, and "
+    'the run continues from its newest checkpoint; with processes="own" one is replaced in its place'
+)
+
+
+def own_processes_reason(job: Job, plan: Plan, processes: Processes | None) -> str:
+    """Return why the workers of a plan are processes of their own; empty for Ray Train's own processes.
+
+    By default they are Ray Train's, unless the job asks for what only processes that we may end can do.
+
+    Raises:
+        JobError: there is no such choice.
+        PlanError: `ray_train` is asked for, and the plan cannot have it.
+    """
+    if processes not in (None, "ray_train", "own"):
+        raise JobError([f'processes={processes!r}: give "ray_train" or "own", or leave it out'])
+    needed = _process_need(plan)
+    if needed and processes == "ray_train":
+        raise PlanError(
+            f"{plan.strategy} cannot run in Ray Train's own processes: {needed}",
+            where="processes",
+            remedy='leave processes= out, or give processes="own"',
+        )
+    if processes:
+        return 'processes="own" was given' if processes == "own" else ""
+    recovery = job.recovery
+    asked = {
+        "spares=": recovery.spares,
+        "replace_stragglers=": recovery.replace_stragglers,
+        'on_crash_loop="skip"': recovery.on_crash_loop == "skip",
+    }
+    wishes = [f"{option} asks for processes that can be replaced" for option, value in asked.items() if value]
+    return needed or next(iter(wishes), "")
+
+
+def _process_need(plan: Plan) -> str:
+    """Return what a plan does that needs processes of its own; empty for nothing."""
+    capabilities = engine_class(plan).capabilities
+    if plan.processes > plan.workers or capabilities.topology != "collective":
+        return "its servers and workers come and go one by one"
+    if capabilities.reform == "new_process" and _TF_CONFIG not in os.environ:
+        return "TensorFlow trains once in a process, and outside of a TensorflowTrainer the plan was made in rank 0's"
+    return ""
 
 
 class TrainPlacement:
@@ -701,9 +712,17 @@ class TrainPlacement:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": 0, "scheduling_strategy": where}
 
-    def lent(self, slot: int) -> tuple[str, ...]:
+    def lent(self, slot: int) -> tuple[str, ...] | None:
         """Return the ids of the accelerators of a slot's worker; none for a server."""
         return self._workers.workers[self._worker(slot)].accelerators if slot >= self._first else ()
+
+    def process(self, slot: int) -> RankHandle | None:
+        """Return None: each process is started."""
+        return None
+
+    def lost(self, slot: int, cause: str) -> TrainwrightError | None:
+        """Return None: another process can take any slot."""
+        return None
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: nodes and placement group are Ray Train's, and no process outlives the group."""
@@ -712,3 +731,38 @@ class TrainPlacement:
 
     def _worker(self, slot: int) -> int:
         return (slot - self._first) % len(self._workers.workers)
+
+
+class SharedProcesses(TrainPlacement):
+    """Has each worker in the process of one of Ray Train's workers. The run ends when one of them would be replaced."""
+
+    def __init__(self, workers: TrainWorkers, group: PlacementGroup, plan: Plan, channel: RankChannel) -> None:
+        super().__init__(workers, group, plan)
+        self._channel, self._failed = channel, Failed()
+
+    def lent(self, slot: int) -> None:
+        """Return None: the process has the accelerators that Ray gave it."""
+        return
+
+    def process(self, slot: int) -> RankHandle:
+        """Return the handle of the process of a slot's worker."""
+        return self._channel.handle(self._worker(slot))
+
+    def lost(self, slot: int, cause: str) -> WorkerLost:
+        """Return the error for a process that has ended, or that the driver would end."""
+        rank, failed = self._worker(slot), self._failed
+        return WorkerLost(
+            f"rank {rank} of Ray Train cannot go on: {failed.cause or cause}",
+            where=f"rank {rank}",
+            remedy="set FailureConfig(max_failures=...): Ray Train then starts again, and the run continues from its "
+            'newest checkpoint; processes="own" of tw.fit replaces a single process',
+            detail=failed.detail,
+        )
+
+    def on(self, event: Event) -> None:
+        """Remember the last failure."""
+        if isinstance(event, Failed):
+            self._failed = event
+
+    def close(self) -> None:
+        """Do nothing: the events are over."""

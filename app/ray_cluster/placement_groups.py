@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from trainwright.core.errors import TrainwrightError
 from trainwright.core.plan import Plan, WorkerResources, slots_per_node, tensor_workers
 
 PLACED_WITHIN_S = 3.0  # Ray reserves free resources at once, unless its head is busy
@@ -33,6 +34,12 @@ class WorkerPlacement(Protocol):
 
     def lent(self, slot: int) -> tuple[str, ...] | None:
         """Return ids of accelerators that another process holds for a slot; None if Ray gives a slot its own."""
+
+    def process(self, slot: int) -> Any:
+        """Return the handle of a process that exists already for a slot; None to start one."""
+
+    def lost(self, slot: int, cause: str) -> TrainwrightError | None:
+        """Return the error that ends the run if the process of a slot cannot be replaced; None if it can."""
 
     def found(self, slot: int, node_id: str) -> None:
         """Note the node of a slot's process."""
@@ -96,8 +103,10 @@ class PlacementGroups:
         held = {"num_cpus": 0} if beside else worker_resources(self._placement, serves=slot < self._first)
         return {**held, "scheduling_strategy": self.of(slot)}
 
-    def lent(self, slot: int) -> None:
-        """Return None: Ray gives each slot its own accelerators."""
+    def _nothing(self, slot: int, cause: str = "") -> None:
+        """Return None: each slot has its own accelerators and a new process, which another one can replace."""
+
+    lent = process = lost = _nothing
 
     def found(self, slot: int, node_id: str) -> None:
         """Note the node of a slot's process."""

@@ -76,20 +76,21 @@ class WorkerSlot:
     lent: tuple[str, ...] | None = None
 
 
-class WorkerProcess:
-    """The actor of a worker. Methods return a value or a `CallFailure`; they never raise errors through Ray."""
+class WorkerCalls:
+    """Carries out the driver's calls of one worker. Methods return a value or a `CallFailure`; they raise no errors.
 
-    def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int) -> None:
-        self._place, self._token = place, token
+    Args:
+        prints: what the job prints and logs, which the driver polls.
+    """
+
+    def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int, prints: PrintCapture) -> None:
+        self._place, self._token, self._prints = place, token, prints
         self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
-        self._watchdog = DriverWatchdog(lent=place.lent is not None)
-        self._notices = _PreemptionNotices(order.preemption_s)  # here, since this is the main thread
         self._where = f"worker {place.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
         self._broken: CallFailure | None = None
-        self._prints = PrintCapture.installed()
 
     def hello(self, spare: bool = False) -> WorkerInfo:
         """Build the worker, framework imports included, and return facts of this process; warm up a standby.
@@ -162,67 +163,15 @@ class WorkerProcess:
         """Return what the job printed and logged since the last call; wait a while for the first of it."""
         return self._refusal(token) or self._prints.take(timeout_s)
 
-    @ray.method(concurrency_group="life")
-    def notice(self, token: int) -> float | CallFailure:
-        """Wait for a preemption notice; return the seconds until the process ends."""
-        left_s = self._notices.wait()
-        return self._refusal(token) or left_s
-
-    @ray.method(concurrency_group="life")
-    def live(self, token: int) -> CallFailure:
-        """Return when another driver takes over. The call fails when the process ends, which reports that at once."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._token != token)
-        return self._refusal(token) or _fenced(self._where)
-
-    @ray.method(concurrency_group="watch")
-    def keep_alive(self) -> None:
-        """Stay alive, because a driver prepares to take this process over."""
-        self._watchdog.heard()
-
     @ray.method(concurrency_group="watch")
     def beat(self, token: int) -> CallFailure | None:
         """Note that the driver lives."""
-        refusal = self._refusal(token)
-        if refusal is None:
-            self._watchdog.heard()
-        return refusal
-
-    @ray.method(concurrency_group="watch")
-    def end(self, token: int) -> CallFailure | None:
-        """End this process, because the run continues without it."""
-        refusal = self._refusal(token)
-        if refusal is None:
-            self._watchdog.end()
-        return refusal
-
-    @ray.method(concurrency_group="watch")
-    def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure:
-        """Belong to another driver of the same job, and leave the group of the previous one."""
-        refusal = self._refusal(token)
-        if refusal is not None:
-            return refusal
-        self._watchdog.heard()
-        if self._worker is None or self._broken is not None or order.identity != self._order.identity:
-            return TakeoverAnswer(trouble="it belongs to another job, or is not up")
-        with self._turn:
-            self._token = token
-            self._turn.notify_all()
-        self._order = order
-        self._worker.renew(order, token)
-        here, place, (plan, step) = ray.get_runtime_context(), self._place, self._worker.held
-        living = SurvivingWorker(
-            worker=place.worker, node=socket.gethostname(), pid=os.getpid(), slot=place.slot,
-            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place), home=here.get_node_id(),
-            plan=plan, step=step,
-        )  # fmt: skip
-        return TakeoverAnswer(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
+        return self._refusal(token)
 
     def _answer(self, verb: str, argument: Any, token: int) -> Any:
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
-        self._watchdog.heard()
         if self._broken is not None:
             return self._broken
         assert self._worker is not None, "hello comes first"
@@ -247,6 +196,68 @@ class WorkerProcess:
             worker.leave()
         except Exception:  # told below the failure that came first
             failure.error.detail += f"\nwhile leaving the group:\n{traceback.format_exc()}"
+
+
+class WorkerProcess(WorkerCalls):
+    """The actor of a worker, which ends when no driver calls, and which the next driver can take over."""
+
+    def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int) -> None:
+        super().__init__(order, place, token, PrintCapture.installed())
+        self._watchdog = DriverWatchdog(lent=place.lent is not None)
+        self._notices = _PreemptionNotices(order.preemption_s)  # here, since this is the main thread
+
+    @ray.method(concurrency_group="life")
+    def notice(self, token: int) -> float | CallFailure:
+        """Wait for a preemption notice; return the seconds until the process ends."""
+        left_s = self._notices.wait()
+        return self._refusal(token) or left_s
+
+    @ray.method(concurrency_group="life")
+    def live(self, token: int) -> CallFailure:
+        """Return when another driver takes over. The call fails when the process ends, which reports that at once."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._token != token)
+        return self._refusal(token) or _fenced(self._where)
+
+    @ray.method(concurrency_group="watch")
+    def keep_alive(self) -> None:
+        """Stay alive, because a driver prepares to take this process over."""
+        self._watchdog.heard()
+
+    @ray.method(concurrency_group="watch")
+    def end(self, token: int) -> CallFailure | None:
+        """End this process, because the run continues without it."""
+        refusal = self._refusal(token)
+        if refusal is None:
+            self._watchdog.end()
+        return refusal
+
+    @ray.method(concurrency_group="watch")
+    def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure:
+        """Belong to another driver of the same job, and leave the group of the previous one."""
+        refusal = self._refusal(token)
+        if refusal is not None:
+            return refusal
+        if self._worker is None or self._broken is not None or order.identity != self._order.identity:
+            return TakeoverAnswer(trouble="it belongs to another job, or is not up")
+        with self._turn:
+            self._token = token
+            self._turn.notify_all()
+        self._order = order
+        self._worker.renew(order, token)
+        here, place, (plan, step) = ray.get_runtime_context(), self._place, self._worker.held
+        living = SurvivingWorker(
+            worker=place.worker, node=socket.gethostname(), pid=os.getpid(), slot=place.slot,
+            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place), home=here.get_node_id(),
+            plan=plan, step=step,
+        )  # fmt: skip
+        return TakeoverAnswer(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
+
+    def _refusal(self, token: int) -> CallFailure | None:
+        refusal = super()._refusal(token)
+        if refusal is None:
+            self._watchdog.heard()
+        return refusal
 
 
 _OPTIONS: dict[str, Any] = {

@@ -201,10 +201,14 @@ class WorkerRegistry:
             return
         self._slots[effect.worker] = effect.slot
         own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
-        options = self._rooms.options(effect.slot, beside=effect.beside)
-        options |= detached_options(f"{self.name}/worker-{effect.worker}-{self._lease.token}")
         berth = WorkerSlot(worker=effect.worker, slot=own, run=self.name, lent=lent)
-        actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
+        actor = self._rooms.process(effect.slot)
+        if actor is None:
+            options = self._rooms.options(effect.slot, beside=effect.beside)
+            options |= detached_options(f"{self.name}/worker-{effect.worker}-{self._lease.token}")
+            actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
+        else:
+            actor.begin.remote(self.config_ref, berth, self._lease.token)
         self._actors[effect.worker] = actor
         self._queue.then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 
@@ -265,12 +269,18 @@ class WorkerRegistry:
 
     def died(self, worker: int, error: BaseException | None) -> None:
         """Report the end of a worker once, whichever answer brought it first."""
-        actor = self._actors.pop(worker, None)
-        if actor is not None:
-            if self._lease.check():  # otherwise it is another driver's
-                with suppress(RayError):  # of one that Ray could not even create
-                    ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
-            self._queue.put(m.WorkerDied(worker=worker, cause=exit_reason(error)))
+        actor, cause = self._actors.pop(worker, None), exit_reason(error)
+        if actor is None:
+            return
+        final = self._rooms.lost(self._slots[worker], cause)
+        if final is not None:
+            if not self._closed.is_set():
+                self._queue.fence(final)  # in-memory checkpoints stay for the next driver
+            return
+        if self._lease.check():  # otherwise it is another driver's
+            with suppress(RayError):  # of one that Ray could not even create
+                ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
+        self._queue.put(m.WorkerDied(worker=worker, cause=cause))
 
     def _noticed(self, worker: int, came: Future[Any]) -> None:
         if came.exception() is None:  # else the end of `live` tells of it

@@ -415,6 +415,11 @@ class Worker:
         self._engine.leave()
         return StateTag(step=self._step)
 
+    def close(self) -> None:
+        """End the group and the reading of data, in a process that outlives the run."""
+        self._close_feeds()
+        self._engine.leave()
+
     @property
     def newest(self) -> int:
         """The newest completed step that `watch` can report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -156,7 +157,7 @@ def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(
     for name in [item["name"] for item in lasting_actors()]:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
         kinds.add(kind := re.split("[/-]", name)[2])
-        methods = vars({"worker": WorkerProcess, "keeper": MemoryStoreProcess}[kind]).items()
+        methods = inspect.getmembers({"worker": WorkerProcess, "keeper": MemoryStoreProcess}[kind])
         taking = {method for method, code in methods if "token" in getattr(code, "__annotations__", ())}
         assert {method for method in taking if not method.startswith("_")} == CALLS[kind].keys() | (LATE & taking)
         for method, arguments in CALLS[kind].items():

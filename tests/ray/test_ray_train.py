@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray import tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.tensorflow import TensorflowTrainer
 from ray.train.torch import TorchTrainer
+from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.placement_group import placement_group_table
 
 import trainwright as tw
@@ -27,6 +29,7 @@ from trainwright.integrations.ray_train import POINTER_FILE
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 SEATS = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})  # all that the cluster has
+WEIGHTS = ("model.safetensors", "average.safetensors")
 KILLED = 12  # steps of which the checkpoint after the tenth is stored
 
 
@@ -66,52 +69,83 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Sta
 
 
 @pytest.mark.soak
-def test_torch(tmp_path: Path, unbroken: State) -> None:
+@pytest.mark.parametrize("processes", [None, "own"])
+def test_torch(tmp_path: Path, unbroken: State, processes: Any) -> None:
     job = torch_job(tmp_path, workers=None)
 
     def train() -> None:
-        run = tw.fit(job)
-        found = {"state": run.state, "metrics": run.metrics, "workers": run.plan.workers}
+        run = tw.fit(job, processes=processes)
+        found = {"state": run.state, "metrics": run.metrics, "workers": run.plan.workers, "pid": os.getpid()}
         (tmp_path / f"rank-{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(found))
 
     result = trainer(TorchTrainer, train, tmp_path).fit()
     assert final_state(tmp_path, "faulty") == unbroken
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    pids = {first.pop("pid"), second.pop("pid")}
     assert first == second and first["state"] == "done" and first["workers"] == 2
+    assert (pids == process_ids(tmp_path)) is (processes is None)
     evaluation = {f"evaluation/{name}": value for name, value in first["metrics"].items()}
     assert evaluation and evaluation.items() <= result.metrics.items()
     assert result.metrics["step"] == 27 and result.metrics["epoch"] == 3
-    with result.checkpoint.as_directory() as folder:
-        pointer = json.loads((Path(folder) / POINTER_FILE).read_text())
-    assert pointer["step"] == 27 and Path(pointer["checkpoint"].removeprefix("file://"), "MANIFEST.json").exists()
+    assert reported_weights(result) == {name: unbroken.files[name] for name in WEIGHTS}
     assert left() == []
 
 
+def process_ids(folder: Path) -> set[int]:
+    """Processes that trained as ranks."""
+    placed: Any = told(folder, "faulty", events.Placed)
+    return {process.pid for process in placed}
+
+
+def reported_weights(result: Any) -> dict[str, bytes]:
+    """Files of the checkpoint that Ray Train has, beside the pointer to that of the last step."""
+    with result.checkpoint.as_directory() as folder:
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir() if not file.name.startswith(".")}
+    pointer = json.loads(files.pop(POINTER_FILE))
+    assert pointer["step"] == result.metrics["step"]
+    assert Path(pointer["checkpoint"].removeprefix("file://"), "MANIFEST.json").exists()
+    return files
+
+
 @pytest.mark.soak
-def test_tensorflow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [None, "own"])
+def test_tensorflow(tmp_path: Path, processes: Any) -> None:
     tw.fit(keras_jobs.job(tmp_path / "plain", epochs=1))
     job = keras_jobs.job(tmp_path / "inside", epochs=1, workers=None)
 
     def train() -> None:
         assert "TF_CONFIG" in os.environ
-        tw.fit(job)
+        tw.fit(job, processes=processes)
+        (tmp_path / f"pid-{os.getpid()}").touch()
 
     result = trainer(TensorflowTrainer, train, tmp_path).fit()
-    assert final_state(tmp_path / "inside", "faulty") == final_state(tmp_path / "plain", "faulty")
-    assert result.metrics["step"] == 9
+    final = final_state(tmp_path / "inside", "faulty")
+    assert final == final_state(tmp_path / "plain", "faulty") and result.metrics["step"] == 9
+    pids = {int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")}
+    assert (pids == process_ids(tmp_path / "inside")) is (processes is None)
+    weights = {name: data for name, data in final.files.items() if name.startswith(("state.index", "state.data"))}
+    assert len(weights) == 2 and reported_weights(result) == weights
     (start,) = told(tmp_path / "inside", "faulty", events.RunStarted)
     assert any("TF_CONFIG" in note for note in start.plan["notes"])  # type: ignore[attr-defined]
     assert left() == []
 
 
-def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(tmp_path: Path, unbroken: State) -> None:
-    """Rank 0's process, which drives, is killed in the middle; then the train function fails once the run is done."""
+@pytest.mark.parametrize(
+    ("victim", "processes"), [(0, None), (1, None), pytest.param(0, "own", marks=pytest.mark.soak)]
+)
+def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(
+    tmp_path: Path, unbroken: State, victim: int, processes: Any
+) -> None:
+    """A process of Ray Train is killed in the middle; then the train function fails once the run is done.
+
+    Rank 0's process also drives the run.
+    """
     pid, struck, over = (tmp_path / name for name in ("pid", "struck", "over"))
     paced = torch_jobs.make_step((), str(tmp_path))
 
     def step(model: Any, batch: Any) -> Any:
         net = getattr(model, "module", model)
-        if net.training and int(net.steps) == KILLED and torch_jobs.rank() == 0 and not struck.exists():
+        if net.training and int(net.steps) == KILLED and torch_jobs.rank() == victim and not struck.exists():
             struck.touch()
             os.kill(int(pid.read_text()), signal.SIGKILL)
             threading.Event().wait()  # until Ray Train's room goes, and this process with it
@@ -120,11 +154,13 @@ def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(tmp_path
     job = torch_job(tmp_path, step=step)
 
     def train() -> None:
-        if ray.train.get_context().get_world_rank() == 0:
+        rank = ray.train.get_context().get_world_rank()
+        if rank == victim:
             pid.write_text(str(os.getpid()))
-        run = tw.fit(job, fresh=True)
+        run = tw.fit(job, fresh=True, processes=processes)
         assert run.state == "done"
-        if not over.exists() and ray.train.get_context().get_world_rank() == 0:
+        (tmp_path / f"pid-{os.getpid()}").touch()
+        if not over.exists() and rank == 0:
             over.touch()
             raise RuntimeError("after the end")
 
@@ -134,9 +170,11 @@ def test_a_lost_train_worker_and_a_failure_after_the_end_repeat_nothing(tmp_path
     assert result.metrics["step"] == 27
     starts: Any = told(tmp_path, "faulty", events.RunStarted)
     assert len(starts) == 2, "what was done is not done again"
-    placed: Any = told(tmp_path, "faulty", events.Placed)
-    for process in placed:
-        wait_for(lambda process=process: not Path(f"/proc/{process.pid}").exists(), 20)
+    trained = process_ids(tmp_path)
+    finished = {int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")}
+    assert len(trained & finished) == (0 if processes else 2), "Ray Train's processes trained"
+    for pid in trained:
+        wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 20)
     assert left() == []
 
 
@@ -147,3 +185,30 @@ def test_a_wrong_job_is_told_once(tmp_path: Path) -> None:
     assert list(caught.value.worker_failures) == [0]
     assert "set ScalingConfig(num_workers=3)" in str(caught.value)
     assert left() == []
+
+
+@pytest.mark.soak
+def test_ray_tune_over_a_trainer(tmp_path: Path) -> None:
+    """Each trial runs a trainer of one worker, as Ray Tune's documentation says; the metrics are those of its run."""
+
+    def trial(config: dict[str, Any]) -> None:
+        job = torch_job(tmp_path / config["name"], workers=1, epochs=config["epochs"])
+        run = RunConfig(name=config["name"], storage_path=str(tmp_path / "ray"), callbacks=[TuneReportCallback()])
+        seat = ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1})
+
+        def train() -> None:
+            tw.fit(job)
+
+        TorchTrainer(train, scaling_config=seat, run_config=run).fit()
+
+    space = {"trial": tune.grid_search([{"name": "short", "epochs": 1}, {"name": "long", "epochs": 2}])}
+    tuner = tune.Tuner(
+        lambda config: trial(config["trial"]),
+        param_space=space,
+        tune_config=tune.TuneConfig(max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
+    )
+    results = tuner.fit()
+    steps = {result.config["trial"]["name"]: result.metrics["step"] for result in results}
+    assert not results.errors and steps == {"short": 9, "long": 18}
+    assert all(Path(result.metrics["checkpoint_path"]).exists() for result in results)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import PlanError, ResourceError, TrainwrightError
+from trainwright.core.errors import JobError, PlanError, ResourceError, TrainwrightError
 from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
 from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Capabilities
 from trainwright.driver.messages import FinishRun
-from trainwright.integrations import ray_train
+from trainwright.integrations import rank_channel, ray_train
+from trainwright.integrations.rank_channel import RankCalls
 from trainwright.integrations.ray_train import ReportQueue, TrainWorker, TrainWorkers, inside_ray_train
 from trainwright.planning.decision import Decision
 from trainwright.storage.object_store import open_store
@@ -108,11 +116,11 @@ def test_a_job_has_as_many_workers_as_seats() -> None:
 
 
 def test_a_plan_takes_threads_of_its_seats() -> None:
-    found = seating(seat(0), seat(1), cpus=3.0).placed(decision(plan(), plan()), data_cpus=5.0)
+    found = seating(seat(0), seat(1), cpus=3.0).placed(decision(plan(), plan()), data_cpus=5.0, own="so")
     for each in (found.chosen, *found.contenders):
         assert (each.placement.threads, each.placement.data_cpus) == (3, 5.0)
     pair = seating(seat(0, "a", "0"), seat(1, "a", "1"))
-    assert pair.placed(decision(plan(gpus=1)), data_cpus=0.0).chosen.placement.accelerators == 1
+    assert pair.placed(decision(plan(gpus=1)), data_cpus=0.0, own="so").chosen.placement.accelerators == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_a_plan_takes_threads_of_its_seats() -> None:
 def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
     pair = seating(seat(0, "a", "0", "1"), seat(1, "a", "2", "3"))
     with pytest.raises(PlanError, match=told):
-        pair.placed(decision(chosen), data_cpus=0.0)
+        pair.placed(decision(chosen), data_cpus=0.0, own="so")
 
 
 def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +148,90 @@ def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytes
 
 def test_outside_of_ray_train() -> None:
     assert not inside_ray_train()
+    ray_train.refuse_outside_ray_train("own")
+    with pytest.raises(ResourceError, match="needs workers of Ray Train"):
+        ray_train.refuse_outside_ray_train("ray_train")
+
+
+# --- whose processes --------------------------------------------------------------------------------------------------
+
+
+TORCH = "trainwright.strategies.torch.engines.data_parallel:DataParallel"
+KERAS = Capabilities(reform="new_process", topology="collective")
+
+
+def whose(fields: dict[str, Any], processes: Any = None, **shape: Any) -> str:
+    return ray_train.own_processes_reason(job(**fields), replace(plan(**shape), engine=TORCH), processes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, ""),
+        ({"spares": 0, "failures": 9}, ""),
+        ({"spares": 1}, "spares= asks for processes"),
+        ({"replace_stragglers": 2.0}, "replace_stragglers= asks"),
+        ({"on_crash_loop": "skip"}, 'on_crash_loop="skip" asks'),
+    ],
+)
+def test_a_job_that_replaces_processes_gets_its_own(fields: dict[str, Any], told: str) -> None:
+    found = whose(fields)
+    assert found.startswith(told) and bool(found) is bool(told)
+    assert whose(fields, "ray_train") == "" and "was given" in whose(fields, "own")
+    notes = seating(seat(0), seat(1)).placed(decision(plan(), plan()), data_cpus=0.0, own=found)
+    assert bool(notes.contenders) is bool(told)
+    assert any(found in note if found else "Ray Train's own processes" in note for note in notes.chosen.notes)
+
+
+def test_servers_have_processes_of_their_own() -> None:
+    assert "servers" in whose({}, servers=1)
+    with pytest.raises(PlanError, match="servers"):
+        whose({}, "ray_train", servers=1)
+
+
+def test_tensorflow_trains_in_processes_of_a_tensorflow_trainer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train, "engine_class", lambda plan: SimpleNamespace(capabilities=KERAS))
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert "outside of a TensorflowTrainer" in whose({})
+    with pytest.raises(PlanError, match="outside of a TensorflowTrainer"):
+        whose({}, "ray_train")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    assert whose({}) == ""
+
+
+def test_a_choice_that_does_not_exist() -> None:
+    with pytest.raises(JobError, match="processes='mine'"):
+        whose({}, "mine")
+
+
+def test_a_lost_process_ends_the_run_with_what_came_first() -> None:
+    nothing: Any = None
+    shared = ray_train.SharedProcesses(seating(seat(0), seat(1)), nothing, plan(), nothing)
+    assert shared.lost(1, "it was killed").what == "rank 1 of Ray Train cannot go on: it was killed"
+    shared.on(Failed(rank=1, cause="it hung", detail="stacks"))
+    lost = shared.lost(1, "killed by the driver")
+    assert lost.what.endswith(": it hung") and lost.detail == "stacks" and "max_failures" in lost.remedy
+
+
+@pytest.mark.parametrize(
+    ("names", "copied"),
+    [
+        (["model.safetensors", "model-2.safetensors", "optimizer.safetensors", "state.json"], 2),
+        (["average.safetensors", "model.safetensors", "local-0-of-2.safetensors"], 2),
+        (["model.shard-0-of-2.safetensors", "state.shard-0-of-2.json"], 0),
+        (["state.index", "state.data-00000-of-00001", "state.json", "callbacks.npz"], 2),
+    ],
+)
+def test_weights_of_the_whole_model_are_reported(tmp_path: Path, names: list[str], copied: int) -> None:
+    stored, reported = tmp_path / "stored", tmp_path / "reported"
+    stored.mkdir()
+    reported.mkdir()
+    assert not ray_train.copy_weights(str(stored), reported), "a checkpoint without a manifest was deleted"
+    for name in [*names, "MANIFEST.json"]:
+        (stored / name).write_bytes(name.encode())
+    assert ray_train.copy_weights(str(stored), reported)
+    found = {file.name: file.read_bytes() for file in reported.iterdir()}
+    assert len(found) == copied and all(data == name.encode() for name, data in found.items())
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -276,3 +368,79 @@ def test_a_report_that_is_refused_stops_the_run(monkeypatch: pytest.MonkeyPatch)
     finish, said, stops = lead(monkeypatch, lambda: FinishRun(outcome="done", step=2), report)
     assert stops == 1 and said[-1] is finish and finish.outcome == "failed"
     assert "did not accept a report: Unable to set up" in str(finish.error)
+
+
+# --- calls of a rank --------------------------------------------------------------------------------------------------
+
+
+class Inbox:
+    """Has calls for a rank, and keeps its answers."""
+
+    def __init__(self) -> None:
+        self.calls: queue.Queue[Any] = queue.Queue()
+        self.answers: queue.Queue[tuple[int, Any, Any]] = queue.Queue()
+
+    def next_call(self) -> Any:
+        call = self.calls.get()
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    def answer(self, number: int, value: Any = None, error: Any = None) -> None:
+        self.answers.put((number, value, error))
+
+
+class Rank:
+    """A worker whose step lasts until it is interrupted."""
+
+    def __init__(self, *_: Any) -> None:
+        self.interrupted, self.closed = threading.Event(), threading.Event()
+        Rank.last = self
+
+    def call(self, verb: str) -> str:
+        assert self.interrupted.wait(20)
+        return verb
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def upload(self) -> None:
+        raise OSError("no space")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Inbox:
+    monkeypatch.setattr(rank_channel, "TrainWorkerCalls", Rank)
+    return Inbox()
+
+
+def test_a_step_can_be_interrupted_and_the_last_message_frees_the_worker(inbox: Inbox) -> None:
+    heard: list[Any] = []
+    RankCalls(inbox, heard.append)  # type: ignore[arg-type]
+    inbox.calls.put((0, "begin", (None, None, 7)))
+    assert inbox.answers.get(timeout=20) == (0, None, None)
+    inbox.calls.put((1, "call", ("run",)))
+    inbox.calls.put((2, "interrupt", ()))
+    assert sorted(inbox.answers.get(timeout=20)[0] for _ in range(2)) == [1, 2]
+    inbox.calls.put((3, "upload", ()))
+    number, _, error = inbox.answers.get(timeout=20)
+    assert number == 3 and "OSError: no space" in str(error) and "in upload" in error.detail
+    done = FinishRun(outcome="done", step=2)
+    for number, message in enumerate(["one", "two", done], 4):
+        inbox.calls.put((number, "told", (cloudpickle.dumps(message),)))
+    assert [inbox.answers.get(timeout=20)[0] for _ in range(3)] == [4, 5, 6]
+    assert heard == ["one", "two", done] and Rank.last.closed.is_set()
+
+
+@pytest.mark.parametrize("ends", ["channel", "message"])
+def test_a_rank_that_cannot_go_on_says_so(inbox: Inbox, ends: str) -> None:
+    def told(message: Any) -> None:
+        raise ResourceError("refused")
+
+    calls = RankCalls(inbox, told)  # type: ignore[arg-type]
+    inbox.calls.put(ResourceError("ended") if ends == "channel" else (0, "told", (cloudpickle.dumps("report"),)))
+    with pytest.raises(ResourceError, match="ended" if ends == "channel" else "refused"):
+        calls.wait(Future())

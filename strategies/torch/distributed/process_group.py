@@ -143,6 +143,7 @@ class ProcessGroupHandle:
 
     def _join(self, group: Group, device: torch.device) -> None:
         deadline = timedelta(seconds=group.deadline_s)
+        _end_foreign_group()
         with self._lock:
             _foreign_epolls()
             self._port = group.peers[0].address.port
@@ -232,6 +233,13 @@ class ProcessGroupHandle:
         for each in self._sockets:
             each.close()
         self._sockets = ()
+
+
+def _end_foreign_group() -> None:
+    """End the default group of another library, such as that of a TorchTrainer: torch has one in a process."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+        gc.collect()  # its connections are closed before ours are told apart from others
 
 
 @cache
