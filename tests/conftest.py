@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ ORDER = ("ray", "faults", "hosts", "e2e", "programs", "conformance", "unit")
 # Run by one process each, since their files share a Ray cluster; the faults would be longer than all others together.
 GROUPS = (r"tests/ray/", r"tests/faults/test_[a-d]", r"tests/faults/test_[e-r]", r"tests/faults/test_[s-z]")
 LEAST, MOST = 4, 8  # processes
+CLUSTER: list[Callable[[bool], None]] = []  # what connects this process to its Ray cluster, once it has one
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 LONGEST = 30  # files, in the table at the end
@@ -96,6 +97,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     asks a GCS that may be gone, without a deadline and deaf to signals.
     """
     sys.excepthook = sys.__excepthook__
+    if CLUSTER and group_of(item.nodeid) not in GROUPS:
+        CLUSTER[0]("ray_cluster" in item.fixturenames)  # type: ignore[attr-defined]
     shared = "PYTEST_XDIST_WORKER" in os.environ
     if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
         os.nice(STAND_BACK)
@@ -153,13 +156,25 @@ def forked_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(forked_workers: None) -> Iterator[None]:
-    """A local Ray cluster of 2 CPUs, shared by the tests that need one."""
+    """A local Ray cluster of 2 CPUs, shared by the tests that need one.
+
+    It ends before tests that need none: a process that forks cannot always end its connection to Ray afterwards, and
+    what is tried before a run is not tried where Ray is connected.
+    """
     import ray
     from ray._private.parameter import RayParams
+
+    def connect(wanted: bool) -> None:
+        if wanted and not ray.is_initialized():
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        elif not wanted:
+            ray.shutdown()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
         ray_clusters.thrifty()
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+        connect(True)
+        CLUSTER.append(connect)
+        yield
+        CLUSTER.clear()
+        connect(False)

@@ -182,6 +182,7 @@ def block_arrays(block: Any, columns: Sequence[str], where: str) -> Arrays:
 class _StreamReply:
     """Blocks that hold the rows asked for, in order, or why there are none."""
 
+    run: int = -1  # number of the execution that they are of
     blocks: tuple[Block, ...] = ()
     error: TrainwrightError | None = None
 
@@ -199,7 +200,7 @@ class _StreamActor:
         allow_blocking_get()
         self._windows = [_Window(spec, free) for spec in specs]
 
-    async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: bool) -> _StreamReply:
+    async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: int) -> _StreamReply:
         """See `_Window.blocks`."""
         return await self._windows[source].blocks(low, high, deadline_s, lost)
 
@@ -223,15 +224,15 @@ class _Window:
         self._waits = 0  # consumers that wait for rows of this execution
         self._news = asyncio.Event()
 
-    async def blocks(self, low: int, high: int, deadline_s: float, lost: bool) -> _StreamReply:
+    async def blocks(self, low: int, high: int, deadline_s: float, lost: int) -> _StreamReply:
         """Return the blocks that hold the rows from `low` up to `high`, numbered over all passes.
 
         Args:
             deadline_s: to wait for them.
-            lost: blocks of an earlier reply are lost; execute the data set again.
+            lost: the execution whose blocks are lost, so that the data set is executed again; -1 for none.
         """
         until = time.monotonic() + deadline_s
-        if lost:
+        if lost == self._run:  # else another consumer has told of it
             self.stop()
         try:
             while True:
@@ -243,7 +244,8 @@ class _Window:
                     continue
                 self._want(low, high)
                 if self._next >= high:
-                    return _StreamReply(blocks=tuple(block for block in self._kept if _overlaps(block, low, high)))
+                    found = tuple(block for block in self._kept if _overlaps(block, low, high))
+                    return _StreamReply(run=self._run, blocks=found)
                 if self._error is not None:
                     self.stop()
                     return _StreamReply(error=self._error)
@@ -260,6 +262,8 @@ class _Window:
                 remedy="leave more CPUs free for Ray Data (fewer workers), or make the data set quicker",
             )
             return _StreamReply(error=error)
+        finally:
+            self._tell()  # those who wait for another pass may start it now
 
     def stop(self) -> None:
         """End the execution at its next block."""
@@ -373,13 +377,14 @@ class ExecutedBlocks:
         epoch = low // self._spec.rows
         if epoch != self._epoch or low < self._begin:
             self._stream, self._kept = self._spec.blocks(epoch), []
-            self._epoch, self._begin = epoch, epoch * self._spec.rows
-            self._next = self._begin
+            self._begin = self._next = epoch * self._spec.rows
+        self._epoch = -1  # unless all goes well, the next call starts the pass again
         while self._next < high:
             block = next(self._stream)
             self._next = block.first + block.rows
             if self._next > low:
                 self._kept.append(block)
+        self._epoch = epoch
         self._kept = [block for block in self._kept if block.first + block.rows > low]
         self._begin = self._kept[0].first if self._kept else self._next
         return function([block for block in self._kept if _overlaps(block, low, high)])
@@ -394,11 +399,15 @@ class _DeliveredBlocks:
     def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
         """Call a function with the blocks, again where blocks are lost. Raises what the execution raised."""
 
+        run = -1
+
         def attempt(lost: bool) -> _Result:
-            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, lost)
+            nonlocal run
+            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
             reply: _StreamReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
             if reply.error is not None:
                 raise reply.error
+            run = reply.run
             return function(reply.blocks)
 
         return fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")

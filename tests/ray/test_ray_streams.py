@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,13 @@ def test_a_killed_actor_starts_again_and_gives_the_same_rows(delivery: Delivery)
     assert all(same(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
+async def ended(window: block_stream._Window) -> None:
+    """Stop a window of this process, and wait for its thread."""
+    window.stop()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "trainwright-stream"]:
+        await asyncio.to_thread(thread.join, 10)
+
+
 def test_little_is_kept_ahead_and_behind(monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
     """A stream of many blocks, each read once, though a window holds a few of them only."""
     monkeypatch.setattr(block_stream, "_AHEAD_BYTES", 20_000)
@@ -129,16 +138,39 @@ def test_little_is_kept_ahead_and_behind(monkeypatch: pytest.MonkeyPatch, ray_cl
     async def read() -> None:
         window = block_stream._Window(spec, FREE)
         for low in range(0, 4000, 250):
-            reply = await window.blocks(low, min(low + 250, 4000), 10.0, False)
+            reply = await window.blocks(low, min(low + 250, 4000), 10.0, -1)
             assert reply.error is None
             assert reply.blocks[0].first <= low and reply.blocks[-1].first + 100 >= min(low + 250, 4000)
             assert sum(block.size_bytes for block in window._kept) <= 20_000 + 20_000 + 4 * 8_000
-        window.stop()
-
-    import asyncio
+        await ended(window)
 
     asyncio.run(read())
     assert taken == [block.first for block in blocks]
+
+
+def test_lost_blocks_are_told_by_each_consumer_and_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who wants an earlier row waits until those of the current execution have theirs."""
+    begun: list[int] = []
+
+    def given(self: Any, epoch: int, free: Any = None) -> Iterator[block_stream.Block]:
+        begun.append(epoch)
+        yield from (block_stream.Block(epoch * 400 + first, 100, 8, None) for first in range(0, 400, 100))
+
+    monkeypatch.setattr(block_stream.StreamSpec, "blocks", given)
+    spec = block_stream.StreamSpec(make=b"", rows=400, passes=3, exact=True, first="", name="made")
+
+    async def read() -> None:
+        window = block_stream._Window(spec, FREE)
+        first = await window.blocks(0, 100, 10.0, -1)
+        again = await asyncio.gather(*(window.blocks(rank, 100, 10.0, first.run) for rank in range(3)))
+        assert begun.count(0) == 2 and {reply.run for reply in again} == {again[0].run} != {first.run}
+        late = await window.blocks(1100, 1200, 10.0, -1)
+        window._begin = 1000  # as if earlier blocks had been dropped
+        early = await asyncio.wait_for(window.blocks(0, 100, 10.0, -1), 10)
+        assert late.blocks and early.blocks[0].first == 0
+        await ended(window)
+
+    asyncio.run(read())
 
 
 def broken(batch: dict[str, Any]) -> dict[str, Any]:

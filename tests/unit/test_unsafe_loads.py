@@ -17,8 +17,8 @@ from trainwright.strategies.torch.distillation.model_backend import take_file
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
     "app/runtime/worker_actor.py", "app/runtime/function_trial.py",
-    "app/core/pickling.py", "app/integrations/ray_train.py", "app/worker/worker_config.py",
-    "datasets/formats/ray_dataset.py",
+    "app/core/pickling.py", "app/integrations/rank_channel.py", "app/worker/worker_config.py",
+    "datasets/formats/ray_dataset.py", "datasets/formats/user_loaders.py", "datasets/ray_data/block_stream.py",
     "datasets/ray_data/delivery_pipeline.py", "datasets/ray_data/delivery_actor.py",
     "datasets/metadata_cache.py", "datasets/dataset.py",
 }  # fmt: skip
