@@ -100,8 +100,8 @@ class Source(ABC):
     streamed: ClassVar[bool] = False  # whether Ray Data executes it, and a run delivers its rows to the workers
 
     @property
-    def needs(self) -> Mapping[str, float]:
-        """CPUs and GPUs without which Ray Data cannot execute it."""
+    def needs(self) -> Mapping[str, tuple[float, float]]:
+        """Of CPUs and GPUs, what its actors of Ray Data hold, and what its largest task takes."""
         return {}
 
     @property

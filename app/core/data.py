@@ -354,3 +354,15 @@ def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
 def slowest_phase_times(found: Iterable[PhaseTimes]) -> PhaseTimes | None:
     """Return the phases of the rank whose own part of a step takes longest: the others wait for it."""
     return max(found, key=lambda phases: phases.own_s, default=None)
+
+
+def least_resources(needs: Iterable[Mapping[str, tuple[float, float]]], name: str) -> float:
+    """Return the CPUs or GPUs without which Ray Data cannot execute several data sets at the same time.
+
+    Args:
+        needs: of each data set, by resource, what its actors hold and what its largest task takes. Actors stay, and
+            tasks can take turns.
+        name: of the resource, `CPU` or `GPU`.
+    """
+    found = [each.get(name, (0.0, 0.0)) for each in needs]
+    return sum(held for held, _ in found) + max((task for _, task in found), default=0.0)

@@ -335,7 +335,7 @@ def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
     functions: dict[str, float] = {}
     for dataset in (job.train, job.evaluate):
         if dataset is not None and dataset.streamed:
-            functions[repr(dataset)] = dataset.source.needs["GPU"]
+            classes[id(dataset)] = repr(dataset), sum(dataset.source.needs["GPU"])
         for step in dataset.transforms if dataset is not None and job.data.delivery != "direct" else ():
             if step.heavy:
                 name = function_name(step.function)

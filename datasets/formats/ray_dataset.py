@@ -54,8 +54,8 @@ from trainwright.datasets.ray_data.block_stream import (
     first_rows,
     is_ray_dataset,
     known_rows,
-    least_resources,
     open_dataset,
+    resource_needs,
 )
 
 _FILE = "Ray block"
@@ -143,9 +143,9 @@ class _StreamSource(SequentialSource):
         return () if is_ray_dataset(self.make) else (self.make,)
 
     @property
-    def needs(self) -> Mapping[str, float]:
-        """CPUs and GPUs without which Ray Data cannot execute it: of all actors, and of the largest task."""
-        return least_resources(open_dataset(self.make, 0, self.describe()))
+    def needs(self) -> Mapping[str, tuple[float, float]]:
+        """Of CPUs and GPUs, what its actors hold, and what its largest task takes."""
+        return resource_needs(open_dataset(self.make, 0, self.describe()))
 
     @property
     def kind(self) -> str:
@@ -261,6 +261,12 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
             write_shards(_batches(open_dataset(_portable(dataset), 0, "from_ray")), cache)
         return parquet(cache)
     if type(dataset).__name__ == "MaterializedDataset":
+        if rows is not None:
+            raise DataError(
+                "rows= is for what is executed, and a materialised data set has rows by number",
+                where="from_ray",
+                remedy="leave it out, and use epoch_samples= of the job for shorter epochs",
+            )
         return Dataset(source=_stored_blocks(dataset))
     return Dataset(source=_StreamSource(make=dataset, rows=rows, replayable=replayable))
 

@@ -23,9 +23,17 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from trainwright.core.data import least_resources
 from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError, user_code
 from trainwright.core.pickling import loads
-from trainwright.datasets.data_source import Arrays, Index, Rows, require_same_fields, schema_of, select_columns
+from trainwright.datasets.data_source import (
+    Arrays,
+    Index,
+    Rows,
+    require_same_fields,
+    schema_of,
+    select_columns,
+)
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
 from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get
 from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch_from_actor
@@ -529,11 +537,12 @@ class StreamHandle:
 
 def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping[str, float]) -> None:
     for name, there in free.items():
-        needs = {repr(data): data.source.needs.get(name, 0.0) for data, _, _ in datasets}
-        if sum(needs.values()) > there + 1e-6:
-            listed = " and ".join(f"{data} needs {need:g} {name}s" for data, need in needs.items() if need)
+        need = least_resources([data.source.needs for data, _, _ in datasets], name)
+        if need > there + 1e-6:
+            listed = " and ".join(dict.fromkeys(repr(data) for data, _, _ in datasets))
             raise ResourceError(
-                f"{listed}, and {there:g} are left for Ray Data",
+                f"{listed} needs {need:g} {name}s for its actors and its largest task, and {there:g} are left for Ray "
+                "Data",
                 where="from_ray",
                 remedy=f"give its functions fewer {name}s (num_{name.lower()}s= of map_batches, fewer actors), or set "
                 "fewer workers",
@@ -543,8 +552,8 @@ def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping
 # --- Private symbols of Ray Data, each named here and nowhere else (`tests/unit/test_compat.py`) ----------------------
 
 
-def least_resources(dataset: Any) -> dict[str, float]:
-    """Return the CPUs and GPUs without which a Ray Dataset stands still: of its actors, and of its largest task."""
+def resource_needs(dataset: Any) -> dict[str, tuple[float, float]]:
+    """Return, of CPUs and GPUs, what the actors of a Ray Dataset hold, and what its largest task takes."""
     from ray.data import ActorPoolStrategy
 
     actors, task = {"CPU": 0.0, "GPU": 0.0}, {"CPU": 1.0, "GPU": 0.0}
@@ -559,7 +568,7 @@ def least_resources(dataset: Any) -> dict[str, float]:
                 actors[name] += pool.min_size * need
             else:
                 task[name] = max(task[name], need)
-    return {name: actors[name] + task[name] for name in task}
+    return {name: (actors[name], task[name]) for name in task}
 
 
 def known_rows(dataset: Any) -> int | None:

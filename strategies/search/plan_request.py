@@ -9,6 +9,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.data import least_resources
 from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
@@ -85,7 +86,9 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
-            data_cpus=sum(data.source.needs.get("CPU", 0.0) for data in (job.train, job.evaluate) if data is not None),
+            data_cpus=least_resources(
+                [data.source.needs for data in (job.train, job.evaluate) if data is not None], "CPU"
+            ),
             replicated=_replicated_options(job),
             torch_option=_torch_option(job),
             workers=job.scaling.workers or pinned,

@@ -252,17 +252,29 @@ def test_nothing_comes_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_says_what_it_needs() -> None:
     pool = ray.data.ActorPoolStrategy(size=3)
     data = ray.data.range(9).map_batches(Tripled, compute=pool, num_cpus=0.5).map_batches(broken, num_cpus=2)
-    assert from_ray(data).source.needs == {"CPU": 3.5, "GPU": 0.0}
-    assert (
-        from_ray(ray.data.range(9).map_batches(Tripled, compute=pool, num_gpus=1, batch_size=4)).source.needs["GPU"]
-        == 3.0
-    )
+    assert from_ray(data).source.needs == {"CPU": (1.5, 2.0), "GPU": (0.0, 0.0)}
+    assert from_ray(ray.data.range(9).map_batches(Tripled, compute=pool, num_gpus=1, batch_size=4)).source.needs[
+        "GPU"
+    ] == (3.0, 0.0)
     streamed = from_ray(data, rows=9)
-    with pytest.raises(ResourceError, match=r"needs 3\.5 CPUs, and 2 are left for Ray Data"):
+    with pytest.raises(ResourceError, match=r"needs 3\.5 CPUs for .*, and 2 are left for Ray Data"):
         start_streams([(streamed, from_ray(ray.data.range(9)).index(), 1)], None, FREE)
 
 
+def test_two_data_sets_of_one_name_need_the_actors_of_both_and_one_task() -> None:
+    """Training and evaluation stream at the same time: actors stay, and tasks take turns."""
+    pool = ray.data.ActorPoolStrategy(size=2)
+    pooled = from_ray(ray.data.range(9).map_batches(Tripled, compute=pool, num_cpus=0.5), rows=9)
+    index = from_ray(ray.data.range(9)).index()
+    with pytest.raises(ResourceError, match=r"from_ray\(Dataset\) needs 3 CPUs"):
+        start_streams([(pooled, index, 1)] * 2, None, FREE)
+    handle, _ = start_streams([(from_ray(ray.data.range(9)), index, 1)] * 2, None, {"CPU": 1.0, "GPU": 0.0})
+    handle.close()
+
+
 def test_what_cannot_be_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="rows= is for what is executed"):
+        from_ray(ray.data.range(9).materialize(), rows=3)
     with pytest.raises(DataError, match="'direct' reads in the workers, and a Ray Dataset is executed by Ray Data"):
         delivery_of(from_ray(ray.data.range(9)), "direct")
     with pytest.raises(DataError, match="no rows"):
