@@ -21,11 +21,16 @@ pytest_plugins = ["tests.support.s3_server", "tests.support.conformance.pool"]
 
 # The longest come first and the short ones last, so that all processes end together.
 ORDER = ("ray", "faults", "hosts", "e2e", "programs", "conformance", "unit")
-# Run by one process each, since their files share a Ray cluster; the faults would be longer than all others together.
-GROUPS = (r"tests/ray/", r"tests/faults/test_[a-d]", r"tests/faults/test_[e-r]", r"tests/faults/test_[s-z]")
+# Run by one process each, since their files share a Ray cluster; each of them takes about four minutes.
+GROUPS = (
+    r"tests/ray/test_ray_",
+    r"tests/ray/",
+    r"tests/faults/test_[a-d]",
+    r"tests/faults/test_[e-r]",
+    r"tests/faults/test_[s-z]",
+)
 LEAST, MOST = 4, 8  # processes
 CLUSTER: list[Callable[[bool], None]] = []  # what connects this process to its Ray cluster, once it has one
-STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 LONGEST = 30  # files, in the table at the end
 SOAK = frozenset(Path(__file__).with_name("soak.txt").read_text(encoding="utf-8").splitlines())
@@ -91,7 +96,7 @@ def group_of(test: str) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give priority to the process with the longest group where several processes share the cores.
+    """End the cluster of this process before a test that needs none, and keep Ray out of Python's hook for errors.
 
     torch calls `sys.excepthook` for a warning that became an error while another error is on its way. Ray's hook then
     asks a GCS that may be gone, without a deadline and deaf to signals.
@@ -99,9 +104,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     sys.excepthook = sys.__excepthook__
     if CLUSTER and group_of(item.nodeid) not in GROUPS:
         CLUSTER[0]("ray_cluster" in item.fixturenames)  # type: ignore[attr-defined]
-    shared = "PYTEST_XDIST_WORKER" in os.environ
-    if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
-        os.nice(STAND_BACK)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -28,7 +28,7 @@ from trainwright.core.errors import WorkerLost
 from trainwright.driver import driver_state
 
 TOTAL = 27
-LONG_STEP_S = 1.2
+LONG_STEP_S = 3.0
 
 
 def check_samples(state: State) -> None:
