@@ -264,7 +264,11 @@ def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, thre
                 and _worth_ray_tasks(time.monotonic() - begun_s, len(done), len(items))
                 and ray_connected()
             ):
-                return [*done, *(future.result() for future in going), *run_as_ray_tasks(work, items[started:])]
+                return [
+                    *done,
+                    *(future.result() for future in going),
+                    *run_as_ray_tasks(work, items[started:], threads),
+                ]
             going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
             done.append(going.popleft().result())
     finally:
@@ -286,8 +290,10 @@ def ray_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int = 1) -> list[_Result]:
     """Return work(item) of each item from tasks that are spread over the nodes, one for each CPU at a time.
+
+    Each task calls it in as many threads.
 
     They ask for no CPU, so that they run even where a job has taken all.
     """
@@ -302,7 +308,7 @@ def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item]) -
     running: dict[Any, int] = {}
     found: dict[int, list[_Result]] = {}
     for number, part in enumerate(parts):
-        running[task.remote(stored, part)] = number
+        running[task.remote(stored, part, threads)] = number
         while len(running) >= cpus or (running and number == len(parts) - 1):
             (ended,), _ = ray.wait(list(running), num_returns=1)
             found[running.pop(ended)] = _result(ended)
@@ -326,10 +332,12 @@ def _result(ended: Any) -> list[Any]:
     return values
 
 
-def _part(packed: bytes, items: Sequence[Any]) -> list[Any] | TrainwrightError:
+def _part(packed: bytes, items: Sequence[Any], threads: int) -> list[Any] | TrainwrightError:
     """Runs as a task of Ray."""
-    work = loads(packed)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass")
     try:
-        return [work(item) for item in items]
+        return list(pool.map(loads(packed), items))
     except TrainwrightError as error:
         return error
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -13,7 +13,6 @@ import sys
 from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import compress
@@ -49,7 +48,7 @@ from trainwright.datasets.formats.scanned_files import (
     schema_error,
     table_arrays,
 )
-from trainwright.datasets.metadata_cache import cached_metadata
+from trainwright.datasets.metadata_cache import cached_metadata, first_pass
 
 __all__ = ["ParquetLoader", "ParquetSource"]
 
@@ -222,26 +221,26 @@ def _field_or_none(kind: pa.DataType) -> Field | None:
         return None
 
 
-def _footers(system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Footer]:
-    """Read the footers of files, many at a time: each waits for the store, not for this machine."""
-    pool = ThreadPoolExecutor(min(_FOOTERS, len(files)), thread_name_prefix="trainwright-footer")
-    try:
-        return list(pool.map(partial(read_footer, system), files))
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _footers(system: pafs.FileSystem, files: Sequence[pafs.FileInfo]) -> list[Footer]:
+    """Read the footers of files, many at a time: each waits for the store. Those of many files are read on Ray."""
+    places = [(info.path, info.size) for info in files]
+    return first_pass(partial(read_footer, system), places, threads=min(_FOOTERS, len(files)))
 
 
-def read_footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
+def read_footer(system: pafs.FileSystem, place: tuple[str, int]) -> Footer:
+    """Read the footer of a file, given by path and size. Raises DataError."""
+    path, size = place
+
     def read() -> pq.FileMetaData:
         """Given the size, pyarrow makes one request of a store instead of two."""
-        return _FORMAT.make_fragment(info.path, filesystem=system, file_size=info.size).metadata
+        return _FORMAT.make_fragment(path, filesystem=system, file_size=size).metadata
 
     try:
-        return Footer.of(retry_transient(read, info.path))
+        return Footer.of(retry_transient(read, path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"the file is no whole parquet file: {error}",
-            where=f"{info.path}, {info.size} bytes",
+            where=f"{path}, {size} bytes",
             remedy="write it again, or leave it out",
         ) from error
 

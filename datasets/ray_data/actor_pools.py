@@ -24,14 +24,9 @@ from ray.exceptions import RayActorError, RayError
 
 from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
 from trainwright.datasets.ops.row_transforms import BatchMap, StatefulFunction, function_name
-from trainwright.datasets.ray_data.delivery_pipeline import (
-    PipelineSpec,
-    SharePart,
-    open_stage,
-    run_stage,
-    stage_seconds,
-)
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, open_stage, run_stage
 from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
+from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart, piece_summary
 
 MAX_DEATHS = 3  # in a row, while opening or with one piece, after which the user's code counts as the cause
 _PIECES_IN_FLIGHT = 2  # pieces of an actor at a time, so that it does not wait for the next one
@@ -54,12 +49,10 @@ class _TransformActor:
             return error
         return f"{socket.gethostname()}, pid {os.getpid()}"
 
-    def compute(
-        self, recipe: Sequence[Any], block: pa.Table, row: int, stage: int
-    ) -> tuple[pa.Table, dict[str, float]]:
-        """Take one row of a block through a stage. Returns the block, and the seconds of each stage so far."""
-        made = run_stage(recipe[0], block, row, stage)
-        return made, stage_seconds(made)
+    def compute(self, recipe: Sequence[Any], block: pa.Table, stage: int) -> tuple[pa.Table, Piece]:
+        """Take the piece of a block through a stage. Returns the block, and the piece without its rows."""
+        made = run_stage(recipe[0], block, stage)
+        return made, piece_summary(made)
 
     def close(self) -> None:
         """Close the object of the user's class."""
@@ -140,9 +133,9 @@ class TransformPool:
             self._tasks = [asyncio.create_task(self._keep_running()) for _ in range(self.size)]
 
     async def compute(
-        self, recipe: Any, block: Any, row: int, stage: int, piece: SharePart, wanted: Callable[[], bool]
-    ) -> tuple[Any, dict[str, float]] | None:
-        """Return the block that a stage makes of one row of another, and the seconds of its stages by name.
+        self, recipe: Any, block: Any, stage: int, label: SharePart, wanted: Callable[[], bool]
+    ) -> tuple[Any, Piece] | None:
+        """Return the block that a stage makes of another, and its piece without the rows.
 
         None where no consumer waits for it any more.
 
@@ -154,9 +147,9 @@ class TransformPool:
         if self._failed is not None:
             raise self._failed
         done = asyncio.get_running_loop().create_future()
-        place = (piece.step, piece.rank, piece.part)
-        self._put(_PendingPiece(place=place, arguments=([recipe], block, row, stage), wanted=wanted, done=done))
-        made: tuple[Any, dict[str, float]] | None = await done
+        place = (label.step, label.rank, label.part)
+        self._put(_PendingPiece(place=place, arguments=([recipe], block, stage), wanted=wanted, done=done))
+        made: tuple[Any, Piece] | None = await done
         return made
 
     async def close(self) -> None:

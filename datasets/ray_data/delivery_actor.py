@@ -24,8 +24,9 @@ from trainwright.core.pickling import loads
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups
-from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, SharePart
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 from trainwright.datasets.ray_data.hang_timeout import BatchDurations
+from trainwright.datasets.ray_data.piece_blocks import Piece, piece_summary
 
 _REPLAY_CHUNKS = 4  # kept behind what a rank asked for last
 _AHEAD_CHUNKS = 4  # computed ahead of the first rank
@@ -35,9 +36,9 @@ _Label = tuple[int, int]  # first step of a chunk, rank
 
 @dataclass(frozen=True, kw_only=True)
 class ShareReply:
-    """Blocks (reference, row) of a share, in order, or why there are none."""
+    """References of the blocks of a share, in order, or why there are none."""
 
-    blocks: tuple[tuple[Any, int], ...] = ()
+    blocks: tuple[Any, ...] = ()
     error: TrainwrightError | None = None
 
 
@@ -48,7 +49,7 @@ class _PipelineWindow:
     number: int
     start: int  # first step
     total: int  # number of data ranks
-    parts: dict[_Label, dict[int, tuple[Any, int]]] = field(default_factory=dict)  # finished pieces by label
+    parts: dict[_Label, dict[int, Any]] = field(default_factory=dict)  # blocks of finished pieces, by label
     counts: dict[_Label, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)  # by rank, the chunk asked for last
     floors: dict[int, int] = field(default_factory=dict)  # by rank, the first chunk still kept
@@ -266,15 +267,7 @@ class DatasetDelivery:
             pieces = self._recipe.pieces(window.start, window.total)
             gate = delivery_pipeline.ReadGate(handle, window.number, self._source)
             for block in delivery_pipeline.run_pipeline(self._stored, pieces, self._free, gate):
-                table = ray.get(block)
-                loop.call_soon_threadsafe(
-                    self._made,
-                    window,
-                    block,
-                    delivery_pipeline.block_labels(table),
-                    delivery_pipeline.stage_seconds(table),
-                )
-                del table
+                loop.call_soon_threadsafe(self._made, window, block, piece_summary(ray.get(block)))
                 if self._window is not window:
                     return
             error = DataError(
@@ -288,26 +281,24 @@ class DatasetDelivery:
             )
         loop.call_soon_threadsafe(self._ended, window, error)
 
-    def _made(self, window: _PipelineWindow, block: Any, found: list[SharePart], spent: Mapping[str, float]) -> None:
+    def _made(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
         """Take a block that Ray Data has made through the stages on actors."""
         if not self._pools:
-            self._arrived(window, block, found, spent)
+            self._arrived(window, block, piece)
             return
-        for row, piece in enumerate(found):
-            going = asyncio.create_task(self._advance(window, block, row, piece))
-            window.going.add(going)
-            going.add_done_callback(window.going.discard)
+        going = asyncio.create_task(self._advance(window, block, piece))
+        window.going.add(going)
+        going.add_done_callback(window.going.discard)
 
-    async def _advance(self, window: _PipelineWindow, block: Any, row: int, piece: SharePart) -> None:
+    async def _advance(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
         """Take a piece through the stages on actors."""
-        spent: Mapping[str, float] = {}
         try:
             for stage, pool in self._pools.items():
-                made = await pool.compute(self._stored, block, row, stage, piece, lambda: self._window is window)
+                made = await pool.compute(self._stored, block, stage, piece.label, lambda: self._window is window)
                 if made is None:
                     return
-                (block, spent), row = made, 0
-            self._arrived(window, block, [piece], spent)
+                block, piece = made
+            self._arrived(window, block, piece)
         except ObjectLostError:  # with a node: all consumers ask again
             if self._window is window:
                 self._window = None
@@ -319,14 +310,13 @@ class DatasetDelivery:
             detail = "".join(traceback.format_exception(raised))
             self._failed(window, DataError(what, remedy="see the error above", detail=detail))
 
-    def _arrived(self, window: _PipelineWindow, block: Any, found: list[SharePart], spent: Mapping[str, float]) -> None:
-        for name, seconds in spent.items():
+    def _arrived(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
+        for name, seconds in piece.spent:
             self._spent[name] = self._spent.get(name, 0.0) + seconds
-        for row, piece in enumerate(found):
-            label = piece.step, piece.rank
-            if piece.step >= window.floors.get(piece.rank, window.start):
-                window.counts[label] = piece.parts
-                window.parts.setdefault(label, {})[piece.part] = block, row
+        step, rank, _, part, parts = piece.label
+        if step >= window.floors.get(rank, window.start):
+            window.counts[step, rank] = parts
+            window.parts.setdefault((step, rank), {})[part] = block
         self._tell()
 
     def _ended(self, window: _PipelineWindow, error: TrainwrightError) -> None:

@@ -3,9 +3,9 @@
 Each execution of Ray Data would open a slow transform again, and lose it with each process that it ends. So from the
 first such transform on, stages run on actors of the delivery actor; see `trainwright.datasets.ray_data.actor_pools`.
 
-A block has one row for each piece of a share: its label, and its columns as one value, so that nothing is split or
-converted on the way, and the consumer gets the arrays that it would have computed itself. Errors of the user's
-functions travel the same way to the consumer that asked for the piece, and so do the seconds of each stage.
+A block holds one piece of a share (`piece_blocks`), so that the consumer gets the arrays that it would have computed
+itself. Errors of the user's functions travel the same way to the consumer that asked for the piece, and so do the
+seconds of each stage.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -35,35 +34,17 @@ from ray.data.block import BlockMetadata
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.pickling import loads
-from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows, select_columns
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, select_columns
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.batch_loader import make_reader
 from trainwright.datasets.ops.row_transforms import BatchMap, Counters, StatefulFunction, apply, function_name
+from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart
 from trainwright.datasets.sample_order import StepSchedule, apply_by_pass
 
 PART_ROWS = 128
 READING = "reading"  # as a stage: with the light transforms before the first heavy one
 MAX_TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
 _QUEUED = 2  # tasks of a stage that wait for a CPU, so that none is idle between two of them
-
-
-class SharePart(NamedTuple):
-    """A label: part `part` of `parts` of the share that data rank `rank` of `total` has of the chunk at `step`."""
-
-    step: int
-    rank: int
-    total: int
-    part: int
-    parts: int
-
-
-class _PartContent(NamedTuple):
-    """Content of a piece: columns, with the samples and passes that seed its transforms; or the error that ended it."""
-
-    columns: Arrays
-    samples: Rows
-    passes: Rows
-    error: TrainwrightError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,34 +96,36 @@ class PipelineSpec:
                 yield from (SharePart(chunk.start, rank, total, part, parts) for part in range(parts))
             step = chunk.stop
 
-    def read(self, piece: SharePart) -> _PartContent:
+    def read(self, label: SharePart) -> Piece:
         """Read a piece's rows, in order, and apply the transforms before the first heavy one."""
-        share = self.schedule.share(self.schedule.chunk(piece.step, self.length), piece.rank, piece.total)
-        part = slice(piece.part * PART_ROWS, (piece.part + 1) * PART_ROWS)
+        share = self.schedule.share(self.schedule.chunk(label.step, self.length), label.rank, label.total)
+        part = slice(label.part * PART_ROWS, (label.part + 1) * PART_ROWS)
         samples, passes = share.samples[part], share.passes[part]
+        piece, begun = Piece(label=label, samples=samples, passes=passes), time.perf_counter()
         try:
             columns = apply_by_pass(passes, lambda which, number: self.reader.gather(samples[which], number))
         except TrainwrightError as error:
-            return _PartContent({}, samples, passes, error)
-        return self.transform(_PartContent(columns, samples, passes), 0)
+            return replace(piece, error=error)
+        found = self.transform(replace(piece, columns=columns), 0)
+        return replace(found, spent=((READING, time.perf_counter() - begun),))
 
-    def transform(self, content: _PartContent, stage: int) -> _PartContent:
+    def transform(self, piece: Piece, stage: int) -> Piece:
         """Apply the transforms of a stage; the last one keeps the columns asked for."""
         first, last = self.stages[stage]
         transforms = self.dataset.transforms[first:last]
 
         def transformed(which: npt.NDArray[np.bool_], number: int) -> Arrays:
             counters = Counters(seed=self.schedule.order.seed, epoch=number)
-            given = {name: array[which] for name, array in content.columns.items()}
-            return apply(transforms, given, content.samples[which], counters, first)
+            given = {name: array[which] for name, array in piece.columns.items()}  # functions may change them in place
+            return apply(transforms, given, piece.samples[which], counters, first)
 
         try:
-            columns = apply_by_pass(content.passes, transformed)
+            columns = apply_by_pass(piece.passes, transformed)
             if stage == len(self.stages) - 1:
                 columns = {name: columns[name] for name in select_columns(columns, self.columns, repr(self.dataset))}
         except TrainwrightError as error:
-            return content._replace(columns={}, error=error)
-        return content._replace(columns=columns)
+            return replace(piece, columns={}, error=error)
+        return replace(piece, columns=columns)
 
 
 class ReadGate(NamedTuple):
@@ -190,6 +173,7 @@ def run_pipeline(
     stages, waiting = _load_spec(recipe), iter(pieces)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
+    context.target_max_block_size = None  # a piece is not divided, however large
     _disable_reservation(context)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     while part := list(itertools.islice(waiting, MAX_TASKS)):
@@ -203,7 +187,7 @@ def run_pipeline(
             step = stages.heavy(number)
             data = data.map_batches(
                 _stage(recipe, number),
-                batch_size=1,
+                batch_size=None,
                 batch_format="pyarrow",
                 num_cpus=step.cpus,
                 num_gpus=step.gpus,
@@ -218,37 +202,14 @@ def max_concurrency(step: BatchMap, free: Mapping[str, float]) -> int:
     return int(min((free[name] + 1e-6) / need for name, need in step.needs.items() if need))
 
 
-def block_labels(block: pa.Table) -> list[SharePart]:
-    """The label of each row of a block."""
-    return [
-        SharePart(*row) for row in zip(*(block.column(name).to_pylist() for name in SharePart._fields), strict=True)
-    ]
-
-
-def block_content(block: pa.Table, row: int) -> _PartContent:
-    """What a row of a block holds."""
-    found: _PartContent = cloudpickle.loads(block.column("content")[row].as_buffer())
-    return found
-
-
-def stage_seconds(block: pa.Table) -> dict[str, float]:
-    """Seconds of the stages that all rows of a block went through, by name."""
-    seconds: dict[str, float] = {}
-    for row in block.column("spent"):
-        for name, value in cloudpickle.loads(row.as_buffer()):
-            seconds[name] = seconds.get(name, 0.0) + value
-    return seconds
-
-
-def run_stage(recipe: ray.ObjectRef[bytes], block: pa.Table, row: int, stage: int) -> pa.Table:
-    """Take one row of a block through a stage."""
-    found, begun = block_content(block, row), time.perf_counter()
-    if found.error:
-        return block.slice(row, 1)
-    made = _load_spec(recipe).transform(found, stage)
+def run_stage(recipe: ray.ObjectRef[bytes], block: pa.Table, stage: int) -> pa.Table:
+    """Take the piece of a block through a stage."""
+    piece, begun = Piece.of(block), time.perf_counter()
+    if piece.error:
+        return block
+    made = _load_spec(recipe).transform(piece, stage)
     name = function_name(_load_spec(recipe).heavy(stage).function)
-    before = cloudpickle.loads(block.column("spent")[row].as_buffer())
-    return _block(block_labels(block)[row], made, [*before, (name, time.perf_counter() - begun)])
+    return replace(made, spent=(*piece.spent, (name, time.perf_counter() - begun))).to_block()
 
 
 def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
@@ -268,24 +229,16 @@ def _load_spec(recipe: ray.ObjectRef[bytes]) -> PipelineSpec:
 def _reading(recipe: ray.ObjectRef[bytes], piece: SharePart, gate: ReadGate) -> Callable[[], list[pa.Table]]:
     def read() -> list[pa.Table]:
         gate.pass_(piece.step)
-        begun = time.perf_counter()
-        found = _load_spec(recipe).read(piece)
-        return [_block(piece, found, [(READING, time.perf_counter() - begun)])]
+        return [_load_spec(recipe).read(piece).to_block()]
 
     return read
 
 
 def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa.Table]:
     def transform(block: pa.Table) -> pa.Table:
-        return run_stage(recipe, block, 0, number)
+        return run_stage(recipe, block, number)
 
     return transform
-
-
-def _block(piece: SharePart, found: _PartContent, taken: Sequence[tuple[str, float]]) -> pa.Table:
-    columns: dict[str, Any] = {name: [value] for name, value in piece._asdict().items()}
-    seconds = pa.array([cloudpickle.dumps(tuple(taken))], pa.large_binary())
-    return pa.table({**columns, "spent": seconds, "content": pa.array([cloudpickle.dumps(found)], pa.large_binary())})
 
 
 # --- Private symbols of Ray Data, each named here and nowhere else (`tests/unit/test_compat.py`) ----------------------

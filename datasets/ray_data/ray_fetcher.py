@@ -140,15 +140,12 @@ class RayFetcher:
         return self.feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
 
     def _take(self, asked: Any) -> Arrays:
-        from trainwright.datasets.ray_data import delivery_pipeline
+        from trainwright.datasets.ray_data.piece_blocks import Piece
 
         answer: Any = ray.get(asked, timeout=self._deadline_s + SLACK_S)
         if answer.error is not None:
             raise answer.error
-        blocks = ray.get([block for block, _ in answer.blocks], timeout=self._deadline_s)
-        found = [
-            delivery_pipeline.block_content(block, row) for block, (_, row) in zip(blocks, answer.blocks, strict=True)
-        ]
+        found = [Piece.of(block) for block in ray.get(list(answer.blocks), timeout=self._deadline_s)]
         for piece in found:
             if piece.error is not None:
                 raise piece.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +52,28 @@ def test_files_and_filters_give_the_same_index_as_here(tmp_path: Path, monkeypat
     monkeypatch.setattr(metadata_cache, "run_as_ray_tasks", None)
     monkeypatch.setattr(metadata_cache, "ray_connected", lambda: False)
     assert data.index() == spread and spread.rows == 32
+
+
+@pytest.mark.usefixtures("long")
+def test_footers_of_many_files_are_read_in_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same index as here; a torn file is named."""
+    monkeypatch.setattr(files, "_FOOTERS", 2)
+    for number in range(12):
+        pq.write_table(pa.table({"id": range(number, 2 * number + 1)}), tmp_path / f"{number:02}.parquet")
+    monkeypatch.setattr(metadata_cache, "ray_connected", lambda: False)
+    here = parquet(tmp_path).index()
+    monkeypatch.setattr(metadata_cache, "ray_connected", lambda: True)
+    tasks, counts = metadata_cache.run_as_ray_tasks, list[int]()
+
+    def counted(work: Any, items: Any, threads: int) -> list[Any]:
+        counts.append(len(items))
+        return tasks(work, items, threads)
+
+    monkeypatch.setattr(metadata_cache, "run_as_ray_tasks", counted)
+    assert parquet(tmp_path).index() == here and here.rows == 78 and counts[0] > 4
+    (tmp_path / "11.parquet").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"no whole parquet file.*11\.parquet, 4 bytes"):
+        parquet(tmp_path).index()
 
 
 @pytest.mark.usefixtures("long")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray
 
@@ -29,6 +28,7 @@ from trainwright.datasets.dataset import delivery_of
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
+from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart
 from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -132,15 +132,13 @@ def test_a_function_that_cannot_be_imported_where_it_runs_is_told_at_once() -> N
     assert "No module named 'not_there'" in caught.value.detail
 
 
-def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_come_in_any_order_are_found_by_their_label(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset()
     fetcher = feeder(data)
 
     def scrambled(stored: Any, pieces: Any, free: Any, gate: Any) -> Iterator[Any]:
         made = loads(ray.get(stored))
-        contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
-        blocks = [delivery_pipeline._block(piece, content, ()) for piece, content in reversed(contents)]
-        yield from (ray.put(pa.concat_tables(blocks[start : start + 3])) for start in range(0, len(blocks), 3))
+        yield from [ray.put(made.transform(made.read(label), 1).to_block()) for label in pieces][::-1]
 
     monkeypatch.setattr(delivery_pipeline, "run_pipeline", scrambled)
     recipe = delivery_pipeline.PipelineSpec(
@@ -150,7 +148,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
-    found = [delivery_pipeline.block_content(ray.get(block), row) for block, row in answer.blocks]
+    found = [Piece.of(ray.get(block)) for block in answer.blocks]
     expected = recipe.schedule.share(chunk, 1, 2).samples
     assert len(found) > 1
     np.testing.assert_array_equal(np.concatenate([content.samples for content in found]), expected)
@@ -167,11 +165,11 @@ class OpenGate(delivery_pipeline.ReadGate):
 
 def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels of a run that never ends: one execution's are taken before the first block, then the next one's."""
-    data, taken = dataset(), list[delivery_pipeline.SharePart]()
+    data, taken = dataset(), list[SharePart]()
     schedule = make_schedule(data.index(), shuffle=True, drop_last=False, **{**OPTIONS, "epochs": 10**12})
     recipe = delivery_pipeline.PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=8)
 
-    def pieces() -> Iterator[delivery_pipeline.SharePart]:
+    def pieces() -> Iterator[SharePart]:
         for piece in recipe.pieces(10**12, 2):
             assert len(taken) < 24, "no more was needed"
             taken.append(piece)
@@ -184,9 +182,10 @@ def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatc
     made += [ray.get(next(blocks)) for _ in range(23)]
     assert len(taken) == 24
     blocks.close()
-    assert sorted(label for block in made for label in delivery_pipeline.block_labels(block)) == sorted(taken)
+    assert sorted(Piece.of(block).label for block in made) == sorted(taken)
     for block in made[:3]:
-        (label,), found = delivery_pipeline.block_labels(block), delivery_pipeline.block_content(block, 0)
+        found = Piece.of(block)
+        label = found.label
         share = schedule.share(schedule.chunk(label.step, 8), label.rank, label.total)
         own = slice(label.part * delivery_pipeline.PART_ROWS, (label.part + 1) * delivery_pipeline.PART_ROWS)
         np.testing.assert_array_equal(found.columns["id"], share.samples[own])

@@ -10,7 +10,8 @@ import pytest
 from trainwright.core.data import FeedAssignment
 from trainwright.datasets import table
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, PipelineSpec, SharePart
+from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, PipelineSpec
+from trainwright.datasets.ray_data.piece_blocks import SharePart
 from trainwright.datasets.sample_order import Lanes, SampleOrder, StepSchedule, choose_lanes
 
 RANKS = 8

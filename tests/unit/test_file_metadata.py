@@ -56,9 +56,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     footer = files.read_footer
 
-    def counted(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
-        names.append(info.base_name)
-        return footer(system, info)
+    def counted(system: pafs.FileSystem, place: tuple[str, int]) -> Footer:
+        names.append(Path(place[0]).name)
+        return footer(system, place)
 
     monkeypatch.setattr(files, "read_footer", counted)
     return names

@@ -36,7 +36,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Items that tasks of Ray are given; they do their work here."""
     parts: list[list[int]] = []
 
-    def on_ray(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    def on_ray(work: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
         parts.append([*items])
         return [work(item) for item in items]
 

@@ -20,6 +20,7 @@ WITHIN_THE_RUN = {
     "app/core/pickling.py", "app/integrations/rank_channel.py", "app/worker/worker_config.py",
     "datasets/formats/ray_dataset.py", "datasets/formats/user_loaders.py", "datasets/ray_data/block_stream.py",
     "datasets/ray_data/delivery_pipeline.py", "datasets/ray_data/delivery_actor.py",
+    "datasets/ray_data/piece_blocks.py",
     "datasets/metadata_cache.py", "datasets/dataset.py",
 }  # fmt: skip
 LOADERS = ("cloudpickle.loads", "cloudpickle.load", "loads")  # the last is that of core.byvalue

@@ -1,0 +1,125 @@
+"""Blocks of Ray Data that each hold one piece of a share: its rows as Arrow columns.
+
+Arrays of any numpy type lie in the block as they are in memory, so that they enter the object store with one copy and
+are read from it without any. The first row of the column `piece` says what else belongs to the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trainwright.core.errors import TrainwrightError
+from trainwright.datasets.data_source import Arrays, Rows, object_array
+
+_PIECE, _SAMPLES, _PASSES, _COLUMN = "piece", "samples", "passes", "column "  # names in a block; the last is a prefix
+_OBJECT = np.dtype(object)
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class SharePart(NamedTuple):
+    """A label: part `part` of `parts` of the share that data rank `rank` of `total` has of the chunk at `step`."""
+
+    step: int
+    rank: int
+    total: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece: its rows, or the error that ended it."""
+
+    label: SharePart
+    samples: Rows  # with `passes`, they seed the transforms
+    passes: Rows
+    columns: Arrays = field(default_factory=dict)
+    error: TrainwrightError | None = None
+    spent: tuple[tuple[str, float], ...] = ()  # seconds of each stage so far, by name
+
+    def to_block(self) -> pa.Table:
+        """Return the block that holds it."""
+        columns = {name: _to_arrow(array) for name, array in self.columns.items()}
+        layouts = {name: layout for name, (layout, _) in columns.items()}
+        rest = cloudpickle.dumps((replace(self, samples=_NO_ROWS, passes=_NO_ROWS, columns={}), layouts))
+        return pa.table(
+            {
+                _PIECE: pa.array([rest, *[None] * (len(self.samples) - 1)], pa.large_binary()),
+                _SAMPLES: self.samples,
+                _PASSES: self.passes,
+                **{_COLUMN + name: stored for name, (_, stored) in columns.items()},
+            }
+        )
+
+    @classmethod
+    def of(cls, block: pa.Table) -> Piece:
+        """Return the piece of a block. Its arrays are read-only where they share the block's memory."""
+        piece, layouts = _head(block)
+        return replace(
+            piece,
+            samples=block.column(_SAMPLES).to_numpy(),
+            passes=block.column(_PASSES).to_numpy(),
+            columns={name: _from_arrow(layout, block.column(_COLUMN + name)) for name, layout in layouts.items()},
+        )
+
+
+def piece_summary(block: pa.Table) -> Piece:
+    """Return the piece of a block without its rows."""
+    return _head(block)[0]
+
+
+class _Layout(NamedTuple):
+    """How an array lies in a block."""
+
+    dtype: np.dtype[Any]  # of the array; of an array of arrays, that of each
+    shape: tuple[int, ...] = ()  # of a row
+    shapes: Sequence[tuple[int, ...]] | None = None  # of each row, of an array of arrays
+    kind: type | None = None  # of objects that are no arrays: `bytes`, or `object` for pickles
+
+
+def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
+    head: tuple[Piece, dict[str, _Layout]] = cloudpickle.loads(block.column(_PIECE)[0].as_buffer())
+    return head
+
+
+def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
+    if array.dtype != _OBJECT:
+        width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+        stored = pa.Array.from_buffers(pa.binary(width), len(array), [None, _buffer(array)])
+        return _Layout(array.dtype, array.shape[1:]), stored
+    kinds = {type(value) for value in array}
+    types = {value.dtype for value in array} if kinds == {np.ndarray} else {_OBJECT}
+    if len(types) == 1 and not (dtype := types.pop()).hasobject:
+        ends = np.cumsum([0, *(value.nbytes for value in array)], dtype=np.int64)
+        flat = np.concatenate([np.ascontiguousarray(value).reshape(-1) for value in array])
+        stored = pa.Array.from_buffers(pa.large_binary(), len(array), [None, pa.py_buffer(ends), _buffer(flat)])
+        return _Layout(dtype, shapes=[value.shape for value in array]), stored
+    kind = bytes if kinds == {bytes} else object
+    values = array if kind is bytes else [cloudpickle.dumps(value) for value in array]
+    return _Layout(_OBJECT, kind=kind), pa.array(values, pa.large_binary())
+
+
+def _from_arrow(layout: _Layout, column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    stored = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if layout.kind is not None:
+        values = stored.to_pylist()
+        return object_array(values if layout.kind is bytes else [cloudpickle.loads(value) for value in values])
+    if layout.shapes is None:
+        data = stored.buffers()[1]
+        return np.ndarray((len(stored), *layout.shape), layout.dtype, data, stored.offset * stored.type.byte_width)
+    _, ends, data = stored.buffers()
+    firsts = np.frombuffer(ends, np.int64)[stored.offset :].tolist()
+    rows = zip(layout.shapes, firsts, strict=False)  # Arrow may keep more offsets
+    return object_array([np.ndarray(shape, layout.dtype, data, first).copy() for shape, first in rows])
+
+
+def _buffer(array: npt.NDArray[Any]) -> pa.Buffer:
+    """Return the memory of an array, which is copied only where it is not contiguous."""
+    return pa.py_buffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
