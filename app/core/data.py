@@ -50,6 +50,7 @@ class Batch:
     columns: Columns  # arrays whose first dimension is rows, by column name
     weights: npt.NDArray[np.float64]  # (rows,) float64; 0 marks a real sample repeated to fill an empty share
     samples: npt.NDArray[np.int64]  # (rows,) int64, the row number in the data set
+    on_device: Any = field(default=None, compare=False)  # the columns as its engine copied them to the device ahead
 
     @property
     def rows(self) -> int:

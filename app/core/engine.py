@@ -532,6 +532,12 @@ class TorchTrainingEngine(Engine, Protocol):
     def whole_model(self) -> AbstractContextManager[Any]:
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
 
+    def prefetcher(self) -> Callable[[Feed], Feed] | None:
+        """Return a function that copies a feed's batches to the device, for another thread; None where none is needed.
+
+        Steps take the feeds that it returns, or others.
+        """
+
 
 class CoordinatorTopologyEngine(Engine, Protocol):
     """An engine of the coordinator topology: rank 0 leads, the other ranks follow."""

@@ -68,10 +68,13 @@ def _by_value() -> Iterator[None]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A pickler for Keras objects that hold other objects by name."""
+    """A pickler for Keras objects that hold other objects by name, and for references to objects in Ray's store."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Implement the hook of `pickle`."""
+        ray = sys.modules.get("ray")
+        if ray is not None and isinstance(obj, ray.ObjectRef):  # only Ray's own pickler adds who owns the object
+            return cloudpickle.loads, (ray.cloudpickle.dumps(obj),)
         keras = sys.modules.get(_SETTINGS["keras"])
         reduced = keras.reduced(obj) if keras is not None else None
         return super().reducer_override(obj) if reduced is None else reduced

@@ -105,6 +105,7 @@ _DATA_FUNCTIONS = {  # of trainwright.datasets, by the objects that they take
     "datasets.dataset_dict.IterableDatasetDict": "from_huggingface",
     "datasets.iterable_dataset.IterableDataset": "from_huggingface",  # where torch is imported, also one of torch's
     "ray.data.dataset.Dataset": "from_ray",
+    "ray.data.iterator.DataIterator": "from_ray",  # of ray.train.get_dataset_shard
     "torch.utils.data.dataloader.DataLoader": "from_torch",
     "torch.utils.data.dataset.Dataset": "from_torch",
 }

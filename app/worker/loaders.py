@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from trainwright.core.engine import Engine
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.job import Job
 from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
-from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead
+from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead, ReadAhead
 from trainwright.storage.object_store import Store
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -90,13 +90,19 @@ class RankFeeds:
         self.units = LeasedFeeds(self.training, partial(streams.training, feeding)) if alone else None
         self._evaluation = streams.evaluation(feeding) if streams.job.evaluate is not None else None
         self._feeds: Feeds | None = None
+        self._copied: ReadAhead[Feed] | None = None
         self._lookahead: Lookahead | None = None
         self._evaluated: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
 
-    def start(self, step: int, ahead: int, skipped: Container[int]) -> None:
-        """Read the training set from a step on."""
+    def start(
+        self, step: int, ahead: int, skipped: Container[int], prefetcher: Callable[[Feed], Feed] | None = None
+    ) -> None:
+        """Read the training set from a step on; with `prefetcher`, the next feed goes to the device ahead."""
         self._feeds = self.training.feeds(step)
-        self._lookahead = Lookahead(self._feeds, ahead, skipped)
+        feeds: Iterator[Feed] = self._feeds
+        if prefetcher is not None:
+            feeds = self._copied = ReadAhead(map(prefetcher, feeds), depth=1, name="trainwright-device")
+        self._lookahead = Lookahead(feeds, ahead, skipped)
 
     def next(self, until: int) -> Feed:
         """Return the next batch, and read ahead up to a step."""
@@ -133,9 +139,10 @@ class RankFeeds:
 
     def close(self) -> None:
         """Stop reading ahead; `start` begins again."""
-        if self._feeds is not None:
-            self._feeds.close()
-        self._feeds = self._lookahead = None
+        for feeds in (self._copied, self._feeds):
+            if feeds is not None:
+                feeds.close()
+        self._feeds = self._copied = self._lookahead = None
         if self.units is not None:
             self.units.close()
         self._close_evaluation()

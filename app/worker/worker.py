@@ -217,7 +217,10 @@ class Worker:
         if not alone or self._role == "worker":
             self._engine.warm(blank)
         if not alone:
-            self._feeds.start(heal.step, self._plan.ahead, self._passing.told)
+            prefetcher = None
+            if self._engine.capabilities.torch_training:
+                prefetcher = cast(TorchTrainingEngine, self._engine).prefetcher()
+            self._feeds.start(heal.step, self._plan.ahead, self._passing.told, prefetcher)
         self._step = heal.step
         self._records.begin(self._interruption.current.number, heal.step)
         self._meter.begin()

@@ -56,6 +56,7 @@ from trainwright.datasets.ray_data.block_stream import (
     known_rows,
     open_dataset,
     resource_needs,
+    whole_dataset,
 )
 
 _FILE = "Ray block"
@@ -238,8 +239,8 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
     the same rows in the same order, which is checked with the first rows.
 
     Args:
-        dataset: any Ray Dataset, or a function (epoch) that returns one, for random data sets that are others in each
-            epoch.
+        dataset: any Ray Dataset; or a function (epoch) that returns one, for random data sets that are others in each
+            epoch; or what `ray.train.get_dataset_shard` gives, for the whole data set of which that is a shard.
         cache: folder or URI to write its rows to, as parquet, now. Where that has been done before, nothing is executed
             and the folder is read: delete it when the data set was changed.
         rows: of a pass, where counting them would execute an expensive data set once more; of a longer one it takes the
@@ -250,6 +251,7 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
         DataError: it is something else, or `cache` holds something else. When it is looked at: there is no row, a value
             is null, or a column has no type. When it is executed: there are other rows than before.
     """
+    dataset = whole_dataset(dataset)
     if not (is_ray_dataset(dataset) or callable(dataset)):
         raise DataError(
             f"a {type(dataset).__name__} is no Ray Dataset", where="from_ray", remedy="give a ray.data.Dataset"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from trainwright.core.data import least_resources
 from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError, user_code
@@ -137,7 +137,10 @@ def execute(
         raise UserCodeError(text, where=where, remedy="see the error above", detail=str(error)) from error
     except RayError as error:
         text = f"the Ray Dataset failed: {type(error).__name__}"
-        raise DataError(text, where=where, remedy="see the error above", detail=str(error)) from error
+        remedy = "see the error above"
+        if isinstance(error, ObjectLostError):
+            remedy = "read from files, or give from_ray a cache=: blocks in memory end with the process that made them"
+        raise DataError(text, where=where, remedy=remedy, detail=str(error)) from error
 
 
 @contextlib.contextmanager
@@ -575,3 +578,27 @@ def known_rows(dataset: Any) -> int | None:
     """Return the rows of a Ray Dataset where that needs no execution."""
     rows: int | None = dataset._meta_count()
     return rows
+
+
+def whole_dataset(value: Any) -> Any:
+    """Return the Ray Dataset behind what `ray.train.get_dataset_shard` gives, and other values as they are.
+
+    Raises DataError where Ray Train has ended what divides it.
+    """
+    from ray.data import DataIterator
+
+    if not isinstance(value, DataIterator):
+        return value
+    coordinator = getattr(value, "_coord_actor", None)  # of a data set that is divided among Ray Train's workers
+    try:
+        return _base_dataset(value) if coordinator is None else ray.get(coordinator.__ray_call__.remote(_base_dataset))
+    except (RayError, AttributeError) as error:
+        raise DataError(
+            f"Ray Train does not give the data set of its shard: {error}",
+            where="train=",
+            remedy="give the Ray Dataset itself to the job",
+        ) from error
+
+
+def _base_dataset(holder: Any) -> Any:
+    return holder._base_dataset

@@ -126,7 +126,7 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
 ) -> None:
     """How long it may wait is learnt from the steps before: 3 times the longest wait here, and not 30 times."""
     monkeypatch.setattr(driver_state, "HANG_FACTOR", 3.0)
-    monkeypatch.setattr(driver_state, "MIN_HANG_DEADLINE_S", 2.0)
+    monkeypatch.setattr(driver_state, "MIN_HANG_DEADLINE_S", 2 * LONG_STEP_S)
     mark = folder.parent / "stuck"
     step = torch_jobs.make_step(())
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.gpu.lone import CPU, GPU, ONE_DEVICE, PARALLEL, Lone, Run, Task, trained
 from tests.support.conformance import torch_case
@@ -16,8 +17,10 @@ from tests.support.conformance.attention_model import HALF, JOB, Attentive, bent
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.server_processes import Served
-from trainwright.core.data import STEP_PHASES, MetricSums
+from trainwright.core.data import STEP_PHASES, Batch, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
+from trainwright.datasets.loading.batch_loader import ReadAhead
+from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions
 from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 pytestmark = pytest.mark.gpu
@@ -151,3 +154,64 @@ def test_workers_on_a_gpu_push_to_servers_in_host_memory(pool: Pool, plan: dict[
         np.testing.assert_allclose([report.loss for report in reports], losses, rtol=TOLERANCE)
         for name, value in own.parameters().items():
             np.testing.assert_allclose(value, parameters[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_that_are_copied_ahead_give_the_same_bits(engine: str) -> None:
+    task = Task.of(SINGLE, ENGINES[engine], spec=replace(HALF, model=partial(Attentive, torch.float32, dropout=0.3)))
+    with Lone(task, GPU) as lone:
+        prefetcher = lone.engine.prefetcher() or on_host(task)
+        reports = [lone.engine.train_step(feed) for feed in ReadAhead(map(prefetcher, task.feeds), depth=1)]
+        found = Run(reports=reports, state=torch_case.state(lone.files()))
+    assert_same(found, trained(task, GPU))
+
+
+def on_host(task: Task) -> DevicePrefetcher:
+    """For the CPU that stands in for a GPU."""
+    return DevicePrefetcher(JobFunctions.on_host(task.spec, task.plan, "rank 0"), torch.device(GPU))
+
+
+class Convolved(nn.Module):
+    """Takes longer to compute than its images take to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Conv2d(3 if not turn else 64, 64, 3, padding=1) for turn in range(6)))
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.net(image).mean((2, 3)))
+        return found
+
+
+@pytest.mark.gpu(stand_in=False)
+def test_copies_run_beside_the_step_before() -> None:
+    """Most of the time of the copies lies within that of kernels, which without copies ahead none of it does."""
+    rng = np.random.default_rng(0)
+    plan = Task.of(SINGLE).plan
+
+    def feed(step: int) -> Feed:
+        columns = {"image": rng.random((128, 3, 128, 128), dtype=np.float32), "y": rng.integers(0, 10, 128)}
+        batch = Batch(columns=columns, weights=np.ones(128), samples=np.arange(128))
+        return Feed(step=step, parts=((batch,),), data_ranks=range(1), total=1, rows=128)
+
+    spec = replace(torch_case.spec(SINGLE), model=Convolved, inputs=("image",), targets=("y",))
+    shares = []
+    for ahead in (True, False):
+        with Lone(Task(spec=spec, plan=plan, feeds=()), GPU) as lone:
+            prefetcher = lone.engine.prefetcher()
+            assert prefetcher is not None
+            feeds = [feed(step) for step in range(8)]
+            lone.engine.warm(feeds[0])
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for one in ReadAhead(map(prefetcher, feeds), depth=1) if ahead else feeds:
+                    lone.engine.train_step(one)
+                torch.cuda.synchronize()
+        spans = [(event.name, event.time_range.start, event.time_range.end) for event in profile.events()]
+        copies = [span for span in spans if "HtoD" in span[0] and span[2] - span[1] > 500]  # us: those of images
+        kernels = [span for span in spans if "Mem" not in span[0]]
+        beside = sum(
+            max(min(end, stop) - max(begin, start), 0) for _, begin, end in copies for _, start, stop in kernels
+        )
+        shares.append(beside / sum(end - begin for _, begin, end in copies))
+    assert shares[0] > 0.5 > shares[1], shares

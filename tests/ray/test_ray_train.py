@@ -10,14 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from ray import tune
-from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.tensorflow import TensorflowTrainer
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.placement_group import placement_group_table
+from safetensors.numpy import load
 
 import trainwright as tw
 from tests.support import keras_jobs, torch_jobs
@@ -212,3 +214,29 @@ def test_ray_tune_over_a_trainer(tmp_path: Path) -> None:
     steps = {result.config["trial"]["name"]: result.metrics["step"] for result in results}
     assert not results.errors and steps == {"short": 9, "long": 18}
     assert all(Path(result.metrics["checkpoint_path"]).exists() for result in results)
+
+
+@pytest.mark.parametrize(("divided", "streamed"), [("all", True), pytest.param([], False, marks=pytest.mark.soak)])
+def test_a_shard_of_ray_train_stands_for_its_data_set(tmp_path: Path, divided: Any, streamed: bool) -> None:
+    rows = [{name: column[number] for name, column in torch_jobs.data().items()} for number in range(torch_jobs.ROWS)]
+    dataset = ray.data.from_items(rows).map(lambda row: row)
+    dataset = dataset if streamed else dataset.materialize()
+    options: dict[str, Any] = {"workers": 1, "epochs": 1}
+    tw.fit(torch_jobs.job(tmp_path / "plain", train=dataset, **options))
+
+    def train() -> None:
+        tw.fit(torch_jobs.job(tmp_path / "inside", train=ray.train.get_dataset_shard("train"), **options))
+
+    TorchTrainer(
+        train,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
+        datasets={"train": dataset},
+        dataset_config=DataConfig(datasets_to_split=divided),
+    ).fit()
+    found, expected = (
+        load(final_state(tmp_path / name, "faulty").files["model.safetensors"]) for name in ("inside", "plain")
+    )
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():  # threads differ, and with them the order of sums
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-7, err_msg=name)

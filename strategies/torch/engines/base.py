@@ -21,7 +21,7 @@ from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
 from trainwright.strategies.torch.training import evaluation, train_step
-from trainwright.strategies.torch.training.objective import JobFunctions, Objective
+from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
 from trainwright.strategies.torch.training.train_step import StepRunner
 
@@ -224,6 +224,10 @@ class TorchEngine(_ReplicaEngine):
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
         self.replica.begin_evaluation()
         return evaluation.evaluated_model(self.replica, self._where)
+
+    def prefetcher(self) -> Callable[[Feed], Feed] | None:
+        """Return a function that copies a feed's batches to the GPU, for another thread; None on a CPU."""
+        return DevicePrefetcher(self._caller(), self._device) if self._device.type == "cuda" else None
 
     @contextmanager
     def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:

@@ -53,6 +53,9 @@ class Pipeline(ShardedModelEngine):
 
     # --- steps --------------------------------------------------------------------------------------------
 
+    def prefetcher(self) -> None:
+        """Return None: each stage needs columns of its own."""
+
     def train_step(self, feed: Feed) -> StepReport:
         """Run this rank's part of one global step, and in a streamed pipeline the first forwards of the next step.
 

@@ -85,6 +85,24 @@ def collated_tensors(
     return to_tensors(columns, columns if names is None else names, device)
 
 
+class DeviceColumns:
+    """The tensors of a micro-batch, on their way to the device or there."""
+
+    def __init__(self, tensors: Tensors, copied: torch.cuda.Event | None) -> None:
+        self._tensors: Tensors | None = tensors
+        self._copied = copied
+
+    def take(self) -> Tensors | None:
+        """Return the tensors, once: what is computed from now on waits for the copy. None from the second call on."""
+        tensors, self._tensors = self._tensors, None
+        if tensors is not None and self._copied is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._copied)
+            for tensor in tensors.values():
+                tensor.record_stream(stream)
+        return tensors
+
+
 def copy_batch(batch: Batch) -> Batch:
     """Return a copy of a micro-batch, so that changes in place by user code stay in the copy."""
     return Batch(

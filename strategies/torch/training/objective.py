@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.data import Batch, Terms
+from trainwright.core.data import Batch, Feed, Terms
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import JobError, TrainwrightError, nearest
 from trainwright.core.loss_api import gather_with, log, log_name_problem, log_with, outputs_first
 from trainwright.core.metric_states import is_stateful
 from trainwright.core.plan import Plan
@@ -64,6 +64,9 @@ class MicroBatchShare:
     layout: BatchLayout = WHOLE_BATCH  # how the global batch is divided
 
 
+_PREFETCHED_BYTES = 256 << 20  # of a feed; larger ones are copied when a micro-batch needs them
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobFunctions:
     """Calls the functions of a job."""
@@ -95,6 +98,8 @@ class JobFunctions:
 
     def tensors(self, batch: Batch) -> batches.Tensors:
         """Return the columns that the job's functions take; all of them for a step of the user's own."""
+        if batch.on_device is not None and (found := batch.on_device.take()) is not None:
+            return cast(batches.Tensors, found)
         wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
         return batches.collated_tensors(self.spec.collation, batch, wanted, self.device)
 
@@ -333,6 +338,34 @@ class _LoggedValues:
     def forget(self) -> None:
         """Forget the sums of a micro-batch that an error ended."""
         self._sums.clear()
+
+
+class DevicePrefetcher:
+    """Copies the batches of feeds to the device before their step, on a GPU beside the step before. For one thread."""
+
+    def __init__(self, caller: JobFunctions, device: torch.device) -> None:
+        self._caller = caller
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, feed: Feed) -> Feed:
+        """Return the feed with its tensors; without them where they would be large, or the step will raise an error.
+
+        A collate function of the user is called in the step, which seeds its random numbers.
+        """
+        arrays = [array for part in feed.parts for batch in part for array in batch.columns.values()]
+        if self._caller.spec.collation.function or sum(array.nbytes for array in arrays) > _PREFETCHED_BYTES:
+            return feed
+        try:
+            return replace(feed, parts=tuple(tuple(map(self._copied, part)) for part in feed.parts))
+        except (TrainwrightError, torch.OutOfMemoryError):
+            return feed
+
+    def _copied(self, batch: Batch) -> Batch:
+        if self._stream is None:
+            return replace(batch, on_device=batches.DeviceColumns(self._caller.tensors(batch), None))
+        with torch.cuda.stream(self._stream):
+            tensors = self._caller.tensors(batch)
+            return replace(batch, on_device=batches.DeviceColumns(tensors, self._stream.record_event()))
 
 
 class Objective(nn.Module):
