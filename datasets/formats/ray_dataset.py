@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import hash_values
 from trainwright.datasets.ray_data.block_stream import (
+    ExecutedBlock,
     ExecutedBlocks,
     StreamRows,
     StreamSpec,
@@ -63,6 +65,7 @@ _FILE = "Ray block"
 _FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
 _KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
+_COUNTED_BYTES = 256 << 20  # of the blocks that were executed to count rows, for the first pass of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,10 @@ class _StreamSource(SequentialSource):
         )
 
     def spec(self, index: Index, passes: int) -> StreamSpec:
-        """What a process executes, for as many passes."""
+        """What a process executes, for as many passes; the blocks that are kept go with it."""
+        return self._spec(index, passes, _COUNTED.pop(self, []))
+
+    def _spec(self, index: Index, passes: int, counted: Sequence[ExecutedBlock]) -> StreamSpec:
         return StreamSpec(
             make=dumps(self.make),
             rows=index.rows,
@@ -201,6 +207,7 @@ class _StreamSource(SequentialSource):
             exact=self.rows is None,
             first=index.traits[_FIRST] if self.replayable else "",
             name=self.describe(),
+            counted=tuple(counted),
         )
 
     def passes(
@@ -208,22 +215,33 @@ class _StreamSource(SequentialSource):
     ) -> RowAccess:
         """A reader that executes the data set in this process."""
         known = {name: rows for name, rows in index.traits.items() if name != _FIRST}
-        return StreamRows(ExecutedBlocks(self.spec(index, 1)), index, columns, self.describe(), known)
+        return StreamRows(
+            ExecutedBlocks(self._spec(index, 1, _COUNTED.get(self, []))), index, columns, self.describe(), known
+        )
 
-    def _look(self, dataset: Any, *, whole: bool = False) -> tuple[Arrays, int]:
-        """Return the first rows of a Ray Dataset, and how many it has where the whole of it is looked at."""
-        first: Arrays | None = None
-        count, blocks = 0, execute(dataset, self.describe())
+    def _look(self, dataset: Any, *, whole: bool) -> tuple[Arrays, int]:
+        """Return the first rows of a Ray Dataset, and how many it has where the whole of it is looked at.
+
+        The blocks of a small one are kept for the first pass of the run.
+        """
+        first: Arrays = {}
+        rows = size_bytes = 0
+        kept, blocks = list[ExecutedBlock](), execute(dataset, self.describe())
         with contextlib.closing(blocks):
-            for rows, _, reference in blocks:
-                count += rows
-                if first is None:
-                    first = first_rows(ray.get(reference), self.describe())
+            for block in blocks:
+                first = first or first_rows(ray.get(block.reference), self.describe())
                 if not whole:
                     break
-        if first is None:
+                rows, size_bytes = rows + block.rows, size_bytes + block.size_bytes
+                kept = [*kept, block] if size_bytes <= _COUNTED_BYTES else []
+        if not first:
             raise DataError("the Ray Dataset has no rows", where=self.describe(), remedy="look at how it is made")
-        return first, count
+        if kept:
+            _COUNTED[self] = kept
+        return first, rows
+
+
+_COUNTED: WeakKeyDictionary[_StreamSource, list[ExecutedBlock]] = WeakKeyDictionary()
 
 
 def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None, replayable: bool = True) -> Dataset:

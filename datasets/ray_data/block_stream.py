@@ -14,8 +14,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -46,6 +46,14 @@ _CLOSE_S = 10.0
 _SAMPLED_ROWS = 64  # rows that are compared
 
 
+class ExecutedBlock(NamedTuple):
+    """A block as an execution gives it."""
+
+    rows: int
+    size_bytes: int
+    reference: Any  # to the Arrow or pandas block in the object store
+
+
 class Block(NamedTuple):
     """A block of a stream."""
 
@@ -65,6 +73,7 @@ class StreamSpec:
     exact: bool  # whether a pass must end after that many rows; otherwise later rows are left out
     first: str  # digest of the first rows of the first pass, which each execution must have; empty for any
     name: str
+    counted: tuple[ExecutedBlock, ...] = ()  # those of the first pass, where they were executed to count rows and kept
 
     def blocks(self, epoch: int, free: Mapping[str, float] | None = None) -> Iterator[Block]:
         """Execute a pass; give its blocks that are not empty, in order.
@@ -76,8 +85,11 @@ class StreamSpec:
             UserCodeError, DataError: a function of the user or a source failed, or the pass has another length.
         """
         first, begin = 0, epoch * self.rows
-        for rows, size_bytes, reference in execute(open_dataset(loads(self.make), epoch, self.name), self.name, free):
-            if not first + epoch and self.first not in ("", hash_values([first_rows(ray.get(reference), self.name)])):
+        counted: Iterable[ExecutedBlock] = () if epoch else self.counted
+        found = counted or execute(open_dataset(loads(self.make), epoch, self.name), self.name, free)
+        digest = "" if counted or epoch else self.first
+        for rows, size_bytes, reference in found:
+            if digest and not first and hash_values([first_rows(ray.get(reference), self.name)]) != digest:
                 raise DataError(
                     f"the data set gives other rows among its first {_SAMPLED_ROWS} each time it is executed",
                     where=self.name,
@@ -118,9 +130,7 @@ def is_ray_dataset(value: Any) -> bool:
     return hasattr(value, "iter_internal_ref_bundles")
 
 
-def execute(
-    dataset: Any, where: str, free: Mapping[str, float] | None = None
-) -> Generator[tuple[int, int, Any], None, None]:
+def execute(dataset: Any, where: str, free: Mapping[str, float] | None = None) -> Generator[ExecutedBlock, None, None]:
     """Execute a Ray Dataset in order; give rows, bytes and reference of each block that is not empty."""
     try:
         with _settings(dataset, free):
@@ -128,7 +138,7 @@ def execute(
                 for reference, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
                     rows = metadata.num_rows if metadata.num_rows is not None else len(block_table(ray.get(reference)))
                     if rows:
-                        yield rows, metadata.size_bytes or 0, reference
+                        yield ExecutedBlock(rows, metadata.size_bytes or 0, reference)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, TrainwrightError):
@@ -244,6 +254,7 @@ class _Window:
         """
         until = time.monotonic() + deadline_s
         if lost == self._run:  # else another consumer has told of it
+            self._forget_counted()
             self.stop()
         try:
             while True:
@@ -289,8 +300,14 @@ class _Window:
     def _want(self, low: int, high: int) -> None:
         """Note what was asked for, and drop what nobody will ask for again."""
         self._low, self._high = max(self._low, low), max(self._high, high)
+        if low >= self._spec.rows:
+            self._forget_counted()
         self._trim()
         self._tell()
+
+    def _forget_counted(self) -> None:
+        if self._spec.counted:
+            self._spec = replace(self._spec, counted=())
 
     def _trim(self) -> None:
         behind = sum(block.size_bytes for block in self._kept if block.first + block.rows <= self._low)

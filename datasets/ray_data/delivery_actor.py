@@ -24,12 +24,14 @@ from trainwright.core.pickling import loads
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups
-from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
+from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, PipelineSpec
 from trainwright.datasets.ray_data.hang_timeout import BatchDurations
 from trainwright.datasets.ray_data.piece_blocks import Piece, piece_summary
 
 _REPLAY_CHUNKS = 4  # kept behind what a rank asked for last
-_AHEAD_CHUNKS = 4  # computed ahead of the first rank
+_AHEAD_CHUNKS = 4  # computed ahead of the first rank, or more
+_AHEAD_PIECES = 2  # for each process of the stages, so that none is idle
+_AHEAD_SHARE = 0.25  # of the cluster's object store, which the pieces ahead may take
 
 _Label = tuple[int, int]  # first step of a chunk, rank
 
@@ -116,8 +118,12 @@ class DeliveryActor:
             pool = TransformPool(step=step, recipe=stored[source], stage=stage, size=size, pace=pace, note=self._note)
             self._pools.append(pool)
             shared.update(dict.fromkeys(slots, pool))
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        room_bytes = _AHEAD_SHARE * resources.get("object_store_memory", math.inf) / len(made)
         self.feeders = [
-            DatasetDelivery(number, recipe, stored[number], left, [shared[number, stage] for stage in recipe.on_actors])
+            DatasetDelivery(
+                number, recipe, stored[number], left, [shared[number, stage] for stage in recipe.on_actors], room_bytes
+            )
             for number, recipe in enumerate(made)
         ]
 
@@ -158,13 +164,28 @@ class DeliveryActor:
 
 
 class DatasetDelivery:
-    """Delivers one data set, known by the number `source`; `stored` references its pickled recipe."""
+    """Delivers one data set.
+
+    Args:
+        source: its number.
+        recipe: how it is computed; `stored` references it, pickled.
+        free: CPUs and GPUs of tasks.
+        pools: actors of its stages that have some.
+        room_bytes: that the pieces ahead of the consumers may take; those of one chunk may take more.
+    """
 
     def __init__(
-        self, source: int, recipe: PipelineSpec, stored: Any, free: Mapping[str, float], pools: list[TransformPool]
+        self,
+        source: int,
+        recipe: PipelineSpec,
+        stored: Any,
+        free: Mapping[str, float],
+        pools: list[TransformPool],
+        room_bytes: float = math.inf,
     ) -> None:
         self._source, self._recipe, self._stored, self._free = source, recipe, stored, free
         self._pools = dict(zip(recipe.on_actors, pools, strict=True))
+        self._room_bytes, self._piece_bytes = room_bytes, 0
         self._spent: dict[str, float] = {}
         self._begun_s = 0.0
         self._window: _PipelineWindow | None = None
@@ -188,7 +209,7 @@ class DatasetDelivery:
     async def admit(self, number: int, step: int) -> bool:
         """Wait until a pipeline shall compute the chunk at `step`. Returns False where it was replaced."""
         while (window := self._window) is not None and window.number == number:
-            if window.wants(step, self._steps(_AHEAD_CHUNKS)):
+            if window.wants(step, self._ahead()):
                 return True
             await self._news.wait()
         return False
@@ -207,7 +228,7 @@ class DatasetDelivery:
         try:
             while True:
                 window = self._window
-                if window is not None and window.covers(step, rank, total, self._steps(_AHEAD_CHUNKS)):
+                if window is not None and window.covers(step, rank, total, self._ahead()):
                     if window.complete((step, rank)):
                         return self._answer(window, step, rank)
                     if window.error is not None:
@@ -311,6 +332,7 @@ class DatasetDelivery:
             self._failed(window, DataError(what, remedy="see the error above", detail=detail))
 
     def _arrived(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
+        self._piece_bytes = max(self._piece_bytes, piece.size_bytes)
         for name, seconds in piece.spent:
             self._spent[name] = self._spent.get(name, 0.0) + seconds
         step, rank, _, part, parts = piece.label
@@ -336,6 +358,13 @@ class DatasetDelivery:
 
     def _handle(self) -> Any:
         return ray.get_runtime_context().current_actor
+
+    def _ahead(self) -> int:
+        """Return how many steps may be computed ahead: enough for all processes, as far as there is room."""
+        chunk_rows = self._recipe.length * self._recipe.schedule.batch_size
+        busy = _AHEAD_PIECES * sum(stage.slots for stage in self.stages()) * PART_ROWS / chunk_rows
+        room = self._room_bytes / max(self._piece_bytes, 1) * PART_ROWS / chunk_rows
+        return self._steps(max(int(min(max(busy, _AHEAD_CHUNKS), room)), 1))
 
     def _steps(self, chunks: int) -> int:
         return int(chunks * self._recipe.length)

@@ -1,7 +1,7 @@
-"""Blocks of Ray Data that each hold one piece of a share: its rows as Arrow columns.
+"""Blocks of Ray Data that each hold one piece of a share: one row, whose values are the piece's columns.
 
 Arrays of any numpy type lie in the block as they are in memory, so that they enter the object store with one copy and
-are read from it without any. The first row of the column `piece` says what else belongs to the piece.
+are read from it without any. Ray Data divides no row. The column `piece` says what else belongs to the piece.
 """
 
 from __future__ import annotations
@@ -43,18 +43,22 @@ class Piece:
     columns: Arrays = field(default_factory=dict)
     error: TrainwrightError | None = None
     spent: tuple[tuple[str, float], ...] = ()  # seconds of each stage so far, by name
+    size_bytes: int = 0  # of its block; in a summary only
 
     def to_block(self) -> pa.Table:
         """Return the block that holds it."""
         columns = {name: _to_arrow(array) for name, array in self.columns.items()}
         layouts = {name: layout for name, (layout, _) in columns.items()}
         rest = cloudpickle.dumps((replace(self, samples=_NO_ROWS, passes=_NO_ROWS, columns={}), layouts))
+        values = {
+            _SAMPLES: pa.array(self.samples),
+            _PASSES: pa.array(self.passes),
+            **{_COLUMN + name: stored for name, (_, stored) in columns.items()},
+        }
         return pa.table(
             {
-                _PIECE: pa.array([rest, *[None] * (len(self.samples) - 1)], pa.large_binary()),
-                _SAMPLES: self.samples,
-                _PASSES: self.passes,
-                **{_COLUMN + name: stored for name, (_, stored) in columns.items()},
+                _PIECE: pa.array([rest], pa.large_binary()),
+                **{name: pa.LargeListArray.from_arrays([0, len(stored)], stored) for name, stored in values.items()},
             }
         )
 
@@ -64,15 +68,17 @@ class Piece:
         piece, layouts = _head(block)
         return replace(
             piece,
-            samples=block.column(_SAMPLES).to_numpy(),
-            passes=block.column(_PASSES).to_numpy(),
-            columns={name: _from_arrow(layout, block.column(_COLUMN + name)) for name, layout in layouts.items()},
+            samples=block.column(_SAMPLES)[0].values.to_numpy(),
+            passes=block.column(_PASSES)[0].values.to_numpy(),
+            columns={
+                name: _from_arrow(layout, block.column(_COLUMN + name)[0].values) for name, layout in layouts.items()
+            },
         )
 
 
 def piece_summary(block: pa.Table) -> Piece:
-    """Return the piece of a block without its rows."""
-    return _head(block)[0]
+    """Return the piece of a block without its rows, but with their size."""
+    return replace(_head(block)[0], size_bytes=block.nbytes)
 
 
 class _Layout(NamedTuple):
@@ -106,8 +112,7 @@ def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
     return _Layout(_OBJECT, kind=kind), pa.array(values, pa.large_binary())
 
 
-def _from_arrow(layout: _Layout, column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    stored = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+def _from_arrow(layout: _Layout, stored: pa.Array) -> npt.NDArray[Any]:
     if layout.kind is not None:
         values = stored.to_pylist()
         return object_array(values if layout.kind is bytes else [cloudpickle.loads(value) for value in values])

@@ -100,7 +100,7 @@ async def answer_of(local: DatasetDelivery, step: int) -> ShareReply:
 
 
 def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
-    """Four chunks ahead of the furthest consumer; readers of a pipeline that was replaced are told to end."""
+    """Enough ahead of the furthest consumer for all processes; readers of a replaced pipeline are told to end."""
     data = dataset()
     schedule = make_schedule(data.index(), shuffle=True, drop_last=False, **OPTIONS)
     recipe = delivery_pipeline.PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
@@ -108,20 +108,40 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
     async def ask() -> None:
         local = DeliveryActor([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
         window = local._window = _PipelineWindow(number=7, start=4, total=1)
-        assert await local.admit(7, 12) and not await local.admit(6, 4)
-        late = asyncio.ensure_future(local.admit(7, 14))
+        ahead = local._ahead()
+        assert await local.admit(7, 4 + ahead) and not await local.admit(6, 4)
+        late = asyncio.ensure_future(local.admit(7, 6 + ahead))
         await asyncio.sleep(0)
         assert not late.done()
         window.asked[0] = 6
         local._tell()
         assert await asyncio.wait_for(late, 10)
-        never = asyncio.ensure_future(local.admit(7, 100))
+        never = asyncio.ensure_future(local.admit(7, 200))
         await asyncio.sleep(0)
         local._window = _PipelineWindow(number=8, start=0, total=1)
         local._tell()
         assert not await asyncio.wait_for(never, 10)
 
     asyncio.run(ask())
+
+
+def test_how_far_ahead_follows_processes_and_bytes() -> None:
+    data = dataset()
+    schedule = make_schedule(data.index(), shuffle=True, drop_last=False, **OPTIONS)
+    recipe = delivery_pipeline.PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=8)
+    chunk_rows, piece_rows = 8 * BATCH, delivery_pipeline.PART_ROWS
+    label = SharePart(0, 0, 1, 0, 1)
+
+    def ahead_chunks(cpus: float, piece_bytes: int, room_bytes: float) -> float:
+        local = DatasetDelivery(0, recipe, None, {"CPU": cpus, "GPU": 0.0}, [], room_bytes)
+        piece = Piece(label=label, samples=np.arange(1), passes=np.zeros(1, int), size_bytes=piece_bytes)
+        local._arrived(_PipelineWindow(number=0, start=0, total=1), None, piece)
+        return local._ahead() / 8
+
+    assert ahead_chunks(1.0, 1, 1e12) == 4
+    assert ahead_chunks(63.0, 1, 1e12) == 2 * 127 * piece_rows // chunk_rows, "two pieces for each of 127 processes"
+    assert ahead_chunks(63.0, 10**6, 2e7) == 20 * piece_rows // chunk_rows, "20 pieces have room"
+    assert ahead_chunks(63.0, 10**9, 2e7) == 1
 
 
 def test_a_function_that_cannot_be_imported_where_it_runs_is_told_at_once() -> None:
@@ -141,6 +161,7 @@ def test_blocks_that_come_in_any_order_are_found_by_their_label(monkeypatch: pyt
         yield from [ray.put(made.transform(made.read(label), 1).to_block()) for label in pieces][::-1]
 
     monkeypatch.setattr(delivery_pipeline, "run_pipeline", scrambled)
+    monkeypatch.setattr(delivery_pipeline, "PART_ROWS", 100)
     recipe = delivery_pipeline.PipelineSpec(
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
@@ -150,7 +171,7 @@ def test_blocks_that_come_in_any_order_are_found_by_their_label(monkeypatch: pyt
     answer = asyncio.run(answer_of(local, chunk.start))
     found = [Piece.of(ray.get(block)) for block in answer.blocks]
     expected = recipe.schedule.share(chunk, 1, 2).samples
-    assert len(found) > 1
+    assert len(found) > 1, "several pieces"
     np.testing.assert_array_equal(np.concatenate([content.samples for content in found]), expected)
     np.testing.assert_array_equal(np.concatenate([content.columns["id"] for content in found]), expected)
     fetcher.close()

@@ -24,6 +24,7 @@ from trainwright.core.pickling import dumps, loads
 from trainwright.datasets import Dataset, from_ray
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import delivery_of
+from trainwright.datasets.formats import ray_dataset
 from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
 from trainwright.datasets.ray_data import block_stream
 from trainwright.datasets.ray_data.block_stream import StreamRows, start_streams
@@ -111,6 +112,40 @@ def test_a_killed_actor_starts_again_and_gives_the_same_rows(delivery: Delivery)
         ray.kill(delivery.rows._source._actor, no_restart=False)  # type: ignore[attr-defined]
         got += list(feeds)
     assert all(same(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    """Its objects are lost with it."""
+
+    def made(self) -> list[Any]:
+        return [ray.put("a block")]
+
+
+def test_what_was_executed_to_count_rows_is_the_first_pass(tmp_path: Path) -> None:
+    """Unless it is large. A lost block of it is made again with the whole pass."""
+
+    def noted(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        with (tmp_path / "executed").open("a") as file:
+            file.write(f"{columns['id'].min()}\n")
+        return {"id": columns["id"], "odd": columns["id"] % 2}
+
+    def executed() -> int:
+        return len((tmp_path / "executed").read_text().split())
+
+    data = from_ray(ray.data.range(ROWS, override_num_blocks=5).map_batches(noted, batch_size=None))
+    index = data.index()
+    (blocks,) = (ray_dataset._COUNTED[data.source],)
+    assert executed() == 5 and index.rows == ROWS
+    expected = Delivery(data, index).feeds()
+    assert executed() == 10 and data.source not in ray_dataset._COUNTED, "the second of two passes"
+    owner = Owner.remote()
+    lost = [blocks[0]._replace(reference=ray.get(owner.made.remote())[0]), *blocks[1:]]
+    ray.kill(owner)
+    ray_dataset._COUNTED[data.source] = lost
+    found = Delivery(data, index).feeds()
+    assert 20 <= executed() <= 25, "both passes; the second had perhaps begun"
+    assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 async def ended(window: block_stream._Window) -> None:

@@ -58,11 +58,12 @@ def test_every_type_comes_back_as_it_was() -> None:
     assert all(value.flags.writeable for value in found.columns["ragged"]), "a function may change them in place"
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_parts_of_a_block_and_blocks_in_chunks_are_read(cut: int) -> None:
-    """Ray may slice a table, or lay several together."""
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_row_of_several_is_read(row: int) -> None:
+    """Ray may lay blocks together, and slice them."""
     block = piece(**COLUMNS).to_block()
-    check(dict(Piece.of(pa.concat_tables([block.slice(0, cut), block.slice(cut)])).columns))
+    check(dict(Piece.of(pa.concat_tables([block, block, block]).slice(row, 1)).columns))
+    check(dict(Piece.of(pa.concat_tables([block, block]).combine_chunks().slice(min(row, 1), 1)).columns))
 
 
 def test_arrays_enter_and_leave_a_block_without_a_copy() -> None:
