@@ -154,7 +154,7 @@ def _lead(
     workers = TrainWorkers.of(channel.workers(), table["bundles_to_node_id"], group.bundle_specs)
     job = workers.job(job)
     again = _is_again(job)
-    # Outside placement groups; asked for before the data set is looked at, whose tasks may hold CPUs for a moment longer.
+    # Outside placement groups, and before the data set is looked at, whose tasks may hold CPUs for a moment longer.
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     with kept_alive(run_name(open_store(job.storage).uri_of(job.name))):
         prepared = prepare(job, resume=resume or again, fresh=fresh and not again)

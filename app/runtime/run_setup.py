@@ -224,7 +224,7 @@ _MIN_WAIT_SHARE = 0.2  # share of their time
 
 
 class RayDataFeeder:
-    """Starts the delivery of a run's heavy and streamed data sets, and warns once if the steps wait for it.
+    """Starts the delivery of a run's heavy and streamed data sets, and warns once if the steps wait for data.
 
     Args:
         train, evaluate: indexes of the data sets.
@@ -240,7 +240,8 @@ class RayDataFeeder:
         self.rows: dict[str, Any] = {}  # by data set, the reader of its streamed rows
         self._steps = self._counted = 0
         self._step_s = self._wait_s = 0.0
-        self._told = False
+        self._told, self._cpus = False, cpus
+        self._any_order = not train.in_order
         read: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
         if job.evaluate is not None and evaluate is not None:
             read["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
@@ -292,13 +293,26 @@ class RayDataFeeder:
         return [line for line in told if line]
 
     def verdict(self) -> str:
-        """Return a warning if steps wait for Ray Data: at which stage, and what helps. Empty after the first time."""
+        """Return a warning if steps wait for data: for what, and what helps. Empty after the first time."""
         share = self._wait_s / self._step_s if self._step_s > 0 else 0.0
-        if self._told or "train" not in self._fetchers or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
+        if self._told or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
             return ""
         self._told = True
-        stages = self._fetchers["train"].stages()
-        return _bottleneck_text(share, stages) if stages else ""
+        why = ""
+        if "train" in self._fetchers:
+            stages = self._fetchers["train"].stages()
+            why = _bottleneck_text(stages) if stages else ""
+        elif "train" in self.rows:
+            why = (
+                f", which Ray Data delivers with {self._cpus:g} CPUs; leave it more (fewer workers), or store what the "
+                "data set computes"
+            )
+        elif self._any_order and self._cpus >= 1:
+            why = (
+                ", which the workers read and transform themselves; delivery='ray_data' would do that with the "
+                f"{self._cpus:g} CPUs that they leave free"
+            )
+        return f"steps wait for data {formatting.percent(share)} of their time{why}" if why else ""
 
     def close(self) -> None:
         """End the delivery with all that it started. Safe to call twice."""
@@ -310,8 +324,8 @@ class RayDataFeeder:
             self._streams = None
 
 
-def _bottleneck_text(share: float, stages: Any) -> str:
-    """Return the warning for steps that wait for this share of their time; `stages` are those of a delivery."""
+def _bottleneck_text(stages: Any) -> str:
+    """Return at which of the stages of a delivery steps wait, and what helps."""
     slowest = max(stages, key=lambda stage: stage.seconds / stage.slots)
     at = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
     busy = f"{slowest.name}: {at}, {formatting.percent(slowest.busy)} busy"
@@ -319,4 +333,4 @@ def _bottleneck_text(share: float, stages: Any) -> str:
         helps = "make the functions before the first heavy one heavy too, or store what they make"
     else:
         helps = "give it more (fewer CPUs or GPUs each, or fewer workers), or compute what it adds once and store it"
-    return f"steps wait for data {formatting.percent(share)} of their time, for {busy}; {helps}"
+    return f", for {busy}; {helps}"

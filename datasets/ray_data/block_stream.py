@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -40,8 +41,9 @@ from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch
 
 _Result = TypeVar("_Result")
 
-_AHEAD_BYTES = 256 << 20  # of blocks after the furthest row that was asked for
-_BEHIND_BYTES = 512 << 20  # of blocks before it
+# Of blocks after the furthest row that was asked for, and of blocks before it: bytes, and parts of the object store.
+_AHEAD_BYTES, _AHEAD_SHARE = 256 << 20, 0.1
+_BEHIND_BYTES, _BEHIND_SHARE = 512 << 20, 0.2
 _CLOSE_S = 10.0
 _SAMPLED_ROWS = 64  # rows that are compared
 
@@ -219,7 +221,9 @@ class _StreamActor:
 
     def __init__(self, specs: Sequence[StreamSpec], free: Mapping[str, float]) -> None:
         allow_blocking_get()
-        self._windows = [_Window(spec, free) for spec in specs]
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        share_bytes = resources.get("object_store_memory", math.inf) / len(specs)
+        self._windows = [_Window(spec, free, share_bytes) for spec in specs]
 
     async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: int) -> _StreamReply:
         """See `_Window.blocks`."""
@@ -232,10 +236,16 @@ class _StreamActor:
 
 
 class _Window:
-    """The blocks of one stream that are kept. Only the event loop changes it."""
+    """The blocks of one stream that are kept. Only the event loop changes it.
 
-    def __init__(self, spec: StreamSpec, free: Mapping[str, float]) -> None:
+    Args:
+        store_bytes: of the object store, of which it may take a part.
+    """
+
+    def __init__(self, spec: StreamSpec, free: Mapping[str, float], store_bytes: float = math.inf) -> None:
         self._spec, self._free = spec, free
+        self._most_ahead = min(_AHEAD_BYTES, _AHEAD_SHARE * store_bytes)
+        self._most_behind = min(_BEHIND_BYTES, _BEHIND_SHARE * store_bytes)
         self._kept = deque[Block]()
         self._run = 0  # number of the execution; another one replaces it
         self._going = False
@@ -311,7 +321,7 @@ class _Window:
 
     def _trim(self) -> None:
         behind = sum(block.size_bytes for block in self._kept if block.first + block.rows <= self._low)
-        while behind > _BEHIND_BYTES:
+        while behind > self._most_behind:
             dropped = self._kept.popleft()
             behind -= dropped.size_bytes
             self._begin = dropped.first + dropped.rows
@@ -351,7 +361,7 @@ class _Window:
 
     async def _arrived(self, run: int, block: Block) -> bool:
         """Keep a block once there is room; False where the execution was replaced."""
-        while run == self._run and self._ahead_bytes() >= _AHEAD_BYTES:
+        while run == self._run and self._ahead_bytes() >= self._most_ahead:
             await self._news.wait()
         if run != self._run:
             return False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import ray
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import State, final_state
+from tests.support.processes import ROOT
 from tests.support.streams import collect, real, same
 from trainwright.core.data import Feed, FeedAssignment
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
@@ -349,6 +352,36 @@ def consume(pickled: bytes, rank: int) -> int:
     data, index, rows = loads(pickled)
     with loader(data, index, rank, 2, rows, batch_size=256, epochs=1).feeds() as feeds:
         return sum(sum(real(feed)) for feed in feeds)
+
+
+SMALL_STORE = """
+import numpy as np, ray
+from tests.ray.test_ray_streams import FREE, loader
+from tests.support.streams import real
+from trainwright.datasets import from_ray
+from trainwright.datasets.ray_data.block_stream import start_streams
+
+ray.init(address="local", num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+count = 2400
+numbered = ray.data.range(count, override_num_blocks=60).map_batches(
+    lambda batch: {**batch, "x": np.ones((len(batch["id"]), 1 << 18), np.uint8)}, batch_size=40
+)
+data = from_ray(numbered, rows=count)
+handle, (rows,) = start_streams([(data, data.index(), 1)], None, FREE)
+with loader(data, data.index(), 0, 1, rows, epochs=1).feeds() as feeds:
+    print(sum(sum(real(feed)) for feed in feeds) == count * (count - 1) // 2)
+handle.close()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_stream_goes_through_an_object_store_that_is_smaller_than_its_window() -> None:
+    """600 MiB through 80 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_STORE], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.stdout.split() == ["True"], done.stderr
 
 
 @pytest.mark.soak

@@ -86,6 +86,25 @@ def test_where_steps_wait_the_stage_is_named_once(seconds: tuple[float, ...], sa
     assert feeding.verdict() == ""
 
 
+@pytest.mark.parametrize(
+    ("cpus", "streamed", "said"),
+    [
+        (6.0, False, "steps wait for data 50% of their time, which the workers read and transform themselves; "
+         "delivery='ray_data' would do that with the 6 CPUs that they leave free"),
+        (0.5, False, ""),
+        (6.0, True, "steps wait for data 50% of their time, which Ray Data delivers with 6 CPUs; leave it more"),
+    ],
+)  # fmt: skip
+def test_where_steps_wait_for_light_data_another_way_is_named(cpus: float, streamed: bool, said: str) -> None:
+    light = table({"x": np.arange(3)})
+    feeding = RayDataFeeder(job(train=light, evaluate=None), light.index(), None, cpus=cpus, gpus=0.0)
+    feeding.rows |= {"train": None} if streamed else {}
+    feeding.on(steps(60, 0.5))
+    found = feeding.verdict()
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert feeding.verdict() == ""
+
+
 def words(kind: type, *given: int) -> str:
     """A job's training set in words."""
     data = table({"x": np.arange(3)}).map_batches(kind, cpus=1, fn_constructor_args=given)
