@@ -24,7 +24,7 @@ import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.datasets import Dataset
 
-ROWS, IDS, BATCH, SEED, RATE = 20_000, 20_000, 400, 5, 1e-2
+ROWS, IDS, BATCH, SEED, RATE = 100_000, 100_000, 2000, 5, 1e-2
 HELD_S = 100.0  # at most
 
 
