@@ -101,7 +101,8 @@ class RankFeeds:
         self._feeds = self.training.feeds(step)
         feeds: Iterator[Feed] = self._feeds
         if prefetcher is not None:
-            feeds = self._copied = ReadAhead(map(prefetcher, feeds), depth=1, name="trainwright-device")
+            copied = (feed if feed.step in skipped else prefetcher(feed) for feed in self._feeds)
+            feeds = self._copied = ReadAhead(copied, depth=1, name="trainwright-device")
         self._lookahead = Lookahead(feeds, ahead, skipped)
 
     def next(self, until: int) -> Feed:
@@ -139,7 +140,7 @@ class RankFeeds:
 
     def close(self) -> None:
         """Stop reading ahead; `start` begins again."""
-        for feeds in (self._copied, self._feeds):
+        for feeds in (self._feeds, self._copied):  # the second may wait for the first
             if feeds is not None:
                 feeds.close()
         self._feeds = self._copied = self._lookahead = None

@@ -151,6 +151,7 @@ class Worker:
 
     def _begin_anew(self, plan: Plan) -> None:
         """Replace the engine, with all that it holds, by a new one."""
+        self._close_feeds()  # a thread that copies batches holds the engine
         with self._interruption.lock:
             self._engine.leave()
             self._engine = engine_class(plan)()

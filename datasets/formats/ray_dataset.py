@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,8 @@ _FILE = "Ray block"
 _FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
 _KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
-_COUNTED_BYTES = 256 << 20  # of the blocks that were executed to count rows, for the first pass of the run
+# Of the blocks that were executed to count rows, for the first pass of the run; and the part of the object store.
+_COUNTED_BYTES, _COUNTED_SHARE = 256 << 20, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,8 @@ class _StreamSource(SequentialSource):
 
         The blocks of a small one are kept for the first pass of the run.
         """
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        most_bytes = min(_COUNTED_BYTES, _COUNTED_SHARE * resources.get("object_store_memory", math.inf))
         first: Arrays = {}
         rows = size_bytes = 0
         kept, blocks = list[ExecutedBlock](), execute(dataset, self.describe())
@@ -233,7 +237,7 @@ class _StreamSource(SequentialSource):
                 if not whole:
                     break
                 rows, size_bytes = rows + block.rows, size_bytes + block.size_bytes
-                kept = [*kept, block] if size_bytes <= _COUNTED_BYTES else []
+                kept = [*kept, block] if size_bytes <= most_bytes else []
         if not first:
             raise DataError("the Ray Dataset has no rows", where=self.describe(), remedy="look at how it is made")
         if kept:

@@ -41,9 +41,10 @@ from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch
 
 _Result = TypeVar("_Result")
 
-# Of blocks after the furthest row that was asked for, and of blocks before it: bytes, and parts of the object store.
-_AHEAD_BYTES, _AHEAD_SHARE = 256 << 20, 0.1
-_BEHIND_BYTES, _BEHIND_SHARE = 512 << 20, 0.2
+# Of blocks after the furthest row that was asked for, and of blocks before it: bytes, at most and at least, and the
+# part of the object store between these. Slower ranks ask for rows of the shuffle window of the quickest one.
+_AHEAD_BYTES, _LEAST_AHEAD_BYTES, _AHEAD_SHARE = 256 << 20, 32 << 20, 0.1
+_BEHIND_BYTES, _LEAST_BEHIND_BYTES, _BEHIND_SHARE = 512 << 20, 192 << 20, 0.2
 _CLOSE_S = 10.0
 _SAMPLED_ROWS = 64  # rows that are compared
 
@@ -244,8 +245,8 @@ class _Window:
 
     def __init__(self, spec: StreamSpec, free: Mapping[str, float], store_bytes: float = math.inf) -> None:
         self._spec, self._free = spec, free
-        self._most_ahead = min(_AHEAD_BYTES, _AHEAD_SHARE * store_bytes)
-        self._most_behind = min(_BEHIND_BYTES, _BEHIND_SHARE * store_bytes)
+        self._most_ahead = min(_AHEAD_BYTES, max(_AHEAD_SHARE * store_bytes, _LEAST_AHEAD_BYTES))
+        self._most_behind = min(_BEHIND_BYTES, max(_BEHIND_SHARE * store_bytes, _LEAST_BEHIND_BYTES))
         self._kept = deque[Block]()
         self._run = 0  # number of the execution; another one replaces it
         self._going = False
@@ -310,8 +311,6 @@ class _Window:
     def _want(self, low: int, high: int) -> None:
         """Note what was asked for, and drop what nobody will ask for again."""
         self._low, self._high = max(self._low, low), max(self._high, high)
-        if low >= self._spec.rows:
-            self._forget_counted()
         self._trim()
         self._tell()
 
@@ -367,6 +366,8 @@ class _Window:
             return False
         self._kept.append(block)
         self._next = block.first + block.rows
+        if self._next >= self._spec.rows:
+            self._forget_counted()
         self._trim()
         self._tell()
         return True

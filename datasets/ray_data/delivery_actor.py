@@ -362,8 +362,10 @@ class DatasetDelivery:
     def _ahead(self) -> int:
         """Return how many steps may be computed ahead: enough for all processes, as far as there is room."""
         chunk_rows = self._recipe.length * self._recipe.schedule.batch_size
-        busy = _AHEAD_PIECES * sum(stage.slots for stage in self.stages()) * PART_ROWS / chunk_rows
-        room = self._room_bytes / max(self._piece_bytes, 1) * PART_ROWS / chunk_rows
+        ranks = self._window.total if self._window else 1
+        pieces = ranks * -(-chunk_rows // (ranks * PART_ROWS))  # of a chunk
+        busy = _AHEAD_PIECES * sum(stage.slots for stage in self.stages()) / pieces
+        room = self._room_bytes / max(self._piece_bytes, 1) / pieces
         return self._steps(max(int(min(max(busy, _AHEAD_CHUNKS), room)), 1))
 
     def _steps(self, chunks: int) -> int:

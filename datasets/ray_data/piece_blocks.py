@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
@@ -87,7 +87,7 @@ class _Layout(NamedTuple):
     dtype: np.dtype[Any]  # of the array; of an array of arrays, that of each
     shape: tuple[int, ...] = ()  # of a row
     shapes: Sequence[tuple[int, ...]] | None = None  # of each row, of an array of arrays
-    kind: type | None = None  # of objects that are no arrays: `bytes`, or `object` for pickles
+    kind: type | None = None  # of objects that are no arrays: `bytes`, `object` for pickles, `list` for one of them all
 
 
 def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
@@ -96,6 +96,8 @@ def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
 
 
 def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
+    if array.dtype.hasobject and (array.dtype != _OBJECT or array.ndim > 1):
+        return _Layout(array.dtype, kind=list), pa.array([cloudpickle.dumps(array)], pa.large_binary())
     if array.dtype != _OBJECT:
         width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
         stored = pa.Array.from_buffers(pa.binary(width), len(array), [None, _buffer(array)])
@@ -104,7 +106,7 @@ def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
     types = {value.dtype for value in array} if kinds == {np.ndarray} else {_OBJECT}
     if len(types) == 1 and not (dtype := types.pop()).hasobject:
         ends = np.cumsum([0, *(value.nbytes for value in array)], dtype=np.int64)
-        flat = np.concatenate([np.ascontiguousarray(value).reshape(-1) for value in array])
+        flat = np.concatenate([np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in array])
         stored = pa.Array.from_buffers(pa.large_binary(), len(array), [None, pa.py_buffer(ends), _buffer(flat)])
         return _Layout(dtype, shapes=[value.shape for value in array]), stored
     kind = bytes if kinds == {bytes} else object
@@ -113,6 +115,8 @@ def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
 
 
 def _from_arrow(layout: _Layout, stored: pa.Array) -> npt.NDArray[Any]:
+    if layout.kind is list:
+        return cast(npt.NDArray[Any], cloudpickle.loads(stored[0].as_buffer()))
     if layout.kind is not None:
         values = stored.to_pylist()
         return object_array(values if layout.kind is bytes else [cloudpickle.loads(value) for value in values])

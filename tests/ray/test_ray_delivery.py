@@ -132,16 +132,19 @@ def test_how_far_ahead_follows_processes_and_bytes() -> None:
     chunk_rows, piece_rows = 8 * BATCH, delivery_pipeline.PART_ROWS
     label = SharePart(0, 0, 1, 0, 1)
 
-    def ahead_chunks(cpus: float, piece_bytes: int, room_bytes: float) -> float:
+    def ahead_chunks(cpus: float, piece_bytes: int, room_bytes: float, ranks: int = 1) -> float:
         local = DatasetDelivery(0, recipe, None, {"CPU": cpus, "GPU": 0.0}, [], room_bytes)
         piece = Piece(label=label, samples=np.arange(1), passes=np.zeros(1, int), size_bytes=piece_bytes)
-        local._arrived(_PipelineWindow(number=0, start=0, total=1), None, piece)
+        local._window = _PipelineWindow(number=0, start=0, total=ranks)
+        local._arrived(local._window, None, piece)
         return local._ahead() / 8
 
     assert ahead_chunks(1.0, 1, 1e12) == 4
     assert ahead_chunks(63.0, 1, 1e12) == 2 * 127 * piece_rows // chunk_rows, "two pieces for each of 127 processes"
     assert ahead_chunks(63.0, 10**6, 2e7) == 20 * piece_rows // chunk_rows, "20 pieces have room"
     assert ahead_chunks(63.0, 10**9, 2e7) == 1
+    assert ahead_chunks(63.0, 1, 1e12, ranks=32) == 2 * 127 // 32, "each rank has a piece of its own"
+    assert ahead_chunks(63.0, 10**6, 2e8, ranks=32) == 200 // 32
 
 
 def test_a_function_that_cannot_be_imported_where_it_runs_is_told_at_once() -> None:

@@ -32,6 +32,9 @@ class ScriptedEngine:
     def form(self, group: Group) -> StateTag:
         return StateTag(step=None)
 
+    def prefetcher(self) -> None:
+        """Nothing is copied ahead."""
+
     def build(self, *_: Any) -> StateTag:
         return StateTag(step=None)
 

@@ -85,6 +85,13 @@ def collated_tensors(
     return to_tensors(columns, columns if names is None else names, device)
 
 
+def size_bytes(array: npt.NDArray[Any]) -> int:
+    """Return the size of a column; of objects, that of those that are arrays."""
+    if array.dtype != np.dtype(object):
+        return array.nbytes
+    return sum(value.nbytes for value in array.flat if isinstance(value, np.ndarray))
+
+
 class DeviceColumns:
     """The tensors of a micro-batch, on their way to the device or there."""
 

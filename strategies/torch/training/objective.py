@@ -353,7 +353,7 @@ class DevicePrefetcher:
         A collate function of the user is called in the step, which seeds its random numbers.
         """
         arrays = [array for part in feed.parts for batch in part for array in batch.columns.values()]
-        if self._caller.spec.collation.function or sum(array.nbytes for array in arrays) > _PREFETCHED_BYTES:
+        if self._caller.spec.collation.function or sum(map(batches.size_bytes, arrays)) > _PREFETCHED_BYTES:
             return feed
         try:
             return replace(feed, parts=tuple(tuple(map(self._copied, part)) for part in feed.parts))
