@@ -21,7 +21,8 @@ import trainwright as tw
 from tests.support import torch_jobs
 
 HEAD_CPUS, NODE_CPUS, SLOT_CPUS = 16, 8, 3.5  # the last follows from the second: (8 - 1) / 2
-LOSE_AT, SLOW_S = 5, 0.3  # so slow a step, from there until the world has grown, leaves time for nodes to go and come
+LOSE_AT = 5
+SLOW_S = {4: 0.3, 3: 1.0}  # of a step from there, by workers: time for the second node to come and to be used
 
 
 class Smooth(nn.Module):
@@ -50,9 +51,9 @@ def slow_step(marks: Path) -> Any:
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         now, size = int(getattr(model, "module", model).steps), world_size()
-        if model.training and size in (3, 4) and now >= LOSE_AT:
+        if model.training and size in SLOW_S and now >= LOSE_AT:
             (marks / f"{size}-workers").touch()
-            threading.Event().wait(SLOW_S)
+            threading.Event().wait(SLOW_S[size])
         return inner(model, batch)
 
     return step
