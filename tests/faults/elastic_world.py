@@ -19,6 +19,9 @@ from torch import nn
 
 import trainwright as tw
 from tests.support import torch_jobs
+from tests.support.finished_runs import told
+from tests.support.processes import wait_for
+from trainwright.core import events
 
 HEAD_CPUS, NODE_CPUS, SLOT_CPUS = 16, 8, 3.5  # the last follows from the second: (8 - 1) / 2
 LOSE_AT = 5
@@ -92,6 +95,16 @@ def await_world(folder: Path, size: int) -> None:
         assert patience, f"{size} workers did not step within 90 s"
 
 
+def await_formed(folder: Path, size: int) -> None:
+    """Wait until the driver has told of a world of this size."""
+    wait_for(lambda: any(event.workers == size for event in formed(folder)), 90)
+
+
+def formed(folder: Path) -> list[Any]:
+    """The worlds so far."""
+    return list(told(folder, "faulty", events.Formed))
+
+
 def main(folder: Path) -> None:
     """Train while a node is lost and another comes."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": HEAD_CPUS, "include_dashboard": False})
@@ -101,6 +114,7 @@ def main(folder: Path) -> None:
     held = [hold(head, HEAD_CPUS - 3 * SLOT_CPUS), hold(second.node_id, NODE_CPUS - SLOT_CPUS)]
     run = tw.start(elastic_job(folder, min_workers=3, max_workers=5, shrink_s=8.0))
     await_world(folder, 4)
+    await_formed(folder, 4)  # the run begins with three where the fourth is late
     cluster.remove_node(second, allow_graceful=False)
     await_world(folder, 3)
     cluster.add_node(num_cpus=NODE_CPUS)
