@@ -91,7 +91,8 @@ class _Layout(NamedTuple):
 
 
 def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
-    head: tuple[Piece, dict[str, _Layout]] = cloudpickle.loads(block.column(_PIECE)[0].as_buffer())
+    (packed,) = block.column(_PIECE)  # a second row would be lost without a word
+    head: tuple[Piece, dict[str, _Layout]] = cloudpickle.loads(packed.as_buffer())
     return head
 
 

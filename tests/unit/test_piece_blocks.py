@@ -68,6 +68,8 @@ def test_a_row_of_several_is_read(row: int) -> None:
     """Ray may lay blocks together, and slice them."""
     block = piece(**COLUMNS).to_block()
     check(dict(Piece.of(pa.concat_tables([block, block, block]).slice(row, 1)).columns))
+    with pytest.raises(ValueError, match="too many values"):
+        Piece.of(pa.concat_tables([block, block]))
     check(dict(Piece.of(pa.concat_tables([block, block]).combine_chunks().slice(min(row, 1), 1)).columns))
 
 
