@@ -63,7 +63,13 @@ def connect(verbose: bool = False) -> bool:
         ray.init(address=address, **quiet)
     except AuthenticationError as error:
         raise ResourceError(f"the Ray cluster asks for a token: {error}", where=address, remedy=TOKEN_HELP) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of no common class: a node that does not start in time raises a bare Exception
+        if address == "local":
+            raise ResourceError(
+                f"Ray did not start on this machine: {error}",
+                where=f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs",
+                remedy="try again when the machine does less; /tmp/ray/session_latest/logs has what Ray's processes said",
+            ) from error
         raise ResourceError(
             f"the Ray cluster cannot be reached: {error}",
             where=address,

@@ -93,3 +93,15 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(
     with pytest.raises(ResourceError, match=what) as caught:
         discovery.connect()
     assert "RAY_AUTH_TOKEN" in caught.value.remedy and caught.value.where == "192.0.2.1:6379"
+
+
+def test_ray_that_does_not_start_in_time_says_so_and_where_its_logs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray 2.60 does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ResourceError, match="Ray did not start on this machine: The current node timed out") as caught:
+        discovery.connect()
+    assert "load" in caught.value.where and "logs" in caught.value.remedy
