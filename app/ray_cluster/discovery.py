@@ -68,7 +68,7 @@ def connect(verbose: bool = False) -> bool:
             raise ResourceError(
                 f"Ray did not start on this machine: {error}",
                 where=f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs",
-                remedy="try again when the machine does less; /tmp/ray/session_latest/logs has what Ray's processes said",
+                remedy="try again when the machine does less; /tmp/ray/session_latest/logs has the logs of Ray",
             ) from error
         raise ResourceError(
             f"the Ray cluster cannot be reached: {error}",
