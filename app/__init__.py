@@ -42,11 +42,12 @@ if TYPE_CHECKING:
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.loss_api import log as log
     from trainwright.core.metric_goals import EarlyStop as EarlyStop
-    from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.soft_loss import Match as Match
     from trainwright.core.soft_loss import SoftLoss as SoftLoss
+    from trainwright.core.transformer_profiles import profile_of as profile_of
+    from trainwright.core.transformer_profiles import transformer_profile as transformer_profile
     from trainwright.core.weight_average import WeightAverage as WeightAverage
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
@@ -90,8 +91,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.metric_goals": ("EarlyStop",),
     "core.soft_loss": ("Match", "SoftLoss"),
     "core.weight_average": ("WeightAverage",),
-    "core.model_profile": ("transformer_profile",),
     "core.plan": ("Estimate", "Plan"),
+    "core.transformer_profiles": ("profile_of", "transformer_profile"),
     "distillation.distillation_spec": ("Distillation", "Teacher"),
     "distillation.distilled_run": ("DistilledRun",),
     "distillation.hyperparameter_search": ("Search", "search"),

@@ -56,7 +56,7 @@ _STAND_INS = {"fp16": ("bf16",), "bf16": ("fp16",)}
 
 def _nvidia(
     name: str,
-    memory_gb: int,
+    memory_gib: float,
     rates: Mapping[str, float],
     memory: float,
     link: float,
@@ -67,10 +67,13 @@ def _nvidia(
     sustained: float = 1.0,
     aliases: tuple[str, ...] = (),
 ) -> Accelerator:
-    """Make an accelerator from rates in Tflop/s, bandwidths in GB/s, prices (on demand, spot) in dollars."""
+    """Make an accelerator from rates in Tflop/s, bandwidths in GB/s, prices (on demand, spot) in dollars.
+
+    The memory is what torch reports, `torch.cuda.get_device_properties(0).total_memory`: less than the name says.
+    """
     return Accelerator(
         name=name,
-        memory_bytes=memory_gb * _GIB,
+        memory_bytes=int(memory_gib * _GIB),
         flops_per_s={precision: rate * 1e12 for precision, rate in rates.items()},
         memory_bytes_per_s=memory * _GB,
         link_bytes_per_s=link * _GB,
@@ -105,34 +108,44 @@ def _tpu(
 _AMPERE = {"fp16": 312, "bf16": 312, "tf32": 156, "fp32": 19.5}
 _HOPPER = {"fp16": 989, "bf16": 989, "tf32": 494, "fp32": 67}
 _BUILT_IN = (
-    _nvidia("P40-24GB", 24, {"fp32": 11.8}, 346, 16, 1.25, node=8),
-    _nvidia("P100-16GB", 16, {"fp16": 21.2, "fp32": 10.6}, 732, 80, 1.25, aliases=("P100",)),
-    _nvidia("V100-16GB", 16, {"fp16": 125, "fp32": 15.7}, 900, 150, 0.39, price=(3.06, 0.92), aliases=("V100",)),
-    _nvidia("V100-32GB", 32, {"fp16": 125, "fp32": 15.7}, 900, 150, 1.56, price=(3.90, 1.17)),
-    _nvidia("T4-16GB", 16, {"fp16": 65, "fp32": 8.1}, 320, 16, 1.5, node=4, price=(0.98, 0.33), aliases=("T4",)),
-    _nvidia("A10G-24GB", 24, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 32, 1.56, price=(2.04, 0.82)),
-    _nvidia("L4-24GB", 24, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 32, 1.56, price=(1.67, 0.66)),
-    _nvidia("L40S-48GB", 48, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 32, 6.25, price=(3.77, 1.51)),
-    _nvidia("RTX4090-24GB", 24, {"fp16": 165, "bf16": 165, "tf32": 82.6, "fp32": 82.6}, 1008, 32, 1.25, node=4),
+    _nvidia("P40-24GB", 22.38, {"fp32": 11.8}, 346, 16, 1.25, node=8),
+    _nvidia("P100-16GB", 15.89, {"fp16": 21.2, "fp32": 10.6}, 732, 80, 1.25, aliases=("P100",)),
+    _nvidia("V100-16GB", 15.77, {"fp16": 125, "fp32": 15.7}, 900, 150, 0.39, price=(3.06, 0.92), aliases=("V100",)),
+    _nvidia("V100-32GB", 31.74, {"fp16": 125, "fp32": 15.7}, 900, 150, 1.56, price=(3.90, 1.17)),
+    _nvidia("T4-16GB", 14.56, {"fp16": 65, "fp32": 8.1}, 320, 16, 1.5, node=4, price=(0.98, 0.33), aliases=("T4",)),
+    _nvidia("A10G-24GB", 22.06, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 32, 1.56, price=(2.04, 0.82)),
+    _nvidia("L4-24GB", 21.95, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 32, 1.56, price=(1.67, 0.66)),
     _nvidia(
-        "A100-40GB", 40, _AMPERE, 1555, 300, 6.25, price=(2.74, 1.10), aliases=("A100-PCIE-40GB", "A100-SXM4-40GB")
+        "L40S-48GB", 44.39, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 32, 6.25, price=(3.77, 1.51)
+    ),
+    _nvidia("RTX4090-24GB", 23.64, {"fp16": 165, "bf16": 165, "tf32": 82.6, "fp32": 82.6}, 1008, 32, 1.25, node=4),
+    _nvidia(
+        "A100-40GB", 39.39, _AMPERE, 1555, 300, 6.25, price=(2.74, 1.10), aliases=("A100-PCIE-40GB", "A100-SXM4-40GB")
     ),
     _nvidia(
-        "A100-80GB", 80, _AMPERE, 2039, 300, 25, price=(3.43, 1.37), aliases=("A100", "A100-SXM4-80GB", "A100-80G")
+        "A100-80GB", 79.14, _AMPERE, 2039, 300, 25, price=(3.43, 1.37), aliases=("A100", "A100-SXM4-80GB", "A100-80G")
     ),
     _nvidia(
-        "H100-80GB", 80, _HOPPER, 3352, 450, 50, price=(6.88, 2.75), sustained=0.8, aliases=("H100", "H100-80GB-HBM3")
+        "H100-80GB",
+        79.1,
+        _HOPPER,
+        3352,
+        450,
+        50,
+        price=(6.88, 2.75),
+        sustained=0.78,
+        aliases=("H100", "H100-80GB-HBM3"),
     ),
-    _nvidia("H200-141GB", 141, _HOPPER, 4800, 450, 50, price=(7.91, 3.16), sustained=0.8, aliases=("H200",)),
+    _nvidia("H200-141GB", 139.8, _HOPPER, 4800, 450, 50, price=(7.91, 3.16), sustained=0.78, aliases=("H200",)),
     _nvidia(
         "B200-180GB",
-        180,
+        178.3,
         {"fp16": 2250, "bf16": 2250, "tf32": 1125, "fp32": 75},
         7700,
         900,
         50,
         price=(14.24, 5.70),
-        sustained=0.8,
+        sustained=0.78,
         aliases=("B200",),
     ),
     _tpu("TPU-V3", 32, 123, 900, 82, 2.20, ("TPU-v3",)),

@@ -70,6 +70,7 @@ class ModelProfile:
         heads: attention heads, which tensor parallelism divides; 0 without attention.
         tokens: of one sample; 1 where a sample is no sequence.
         indivisible: why tensor parallelism cannot divide any layer of the model as it is written.
+        divides_tokens: whether tensor-parallel ranks can divide the tokens between divided layers (`sequence=1`).
         recounted: a buffer of the state inside a part that recompute=full recomputes; empty without one.
         trained: rows (of the first dimension) and bytes of each trained parameter; empty where unknown.
         uncut: why the model's forward cannot be divided into pipeline stages; empty where it can.
@@ -89,6 +90,7 @@ class ModelProfile:
     heads: int = 0
     tokens: int = 1
     indivisible: str = ""
+    divides_tokens: bool = False
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
     uncut: str = ""
@@ -178,100 +180,3 @@ def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCos
     loss = replace(last, kept_numbers=0.0, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
     joined = _joined(last, replace(loss, shared_kept=0.0, shared_traffic=0.0))
     return *others, replace(joined, loss_numbers=outputs)
-
-
-def transformer_profile(
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    tied: bool = True,
-    fused_attention: bool = False,
-) -> ModelProfile:
-    """Return the profile of a GPT-style transformer: an embedding, blocks of attention and a 4 times wider MLP, logits.
-
-    Operations as in Narayanan et al. (2021), activations as in Korthikanti et al. (2022): of a block's
-    s h (34 + 5 a s / h) bytes in half precision 10 s h are whole on every tensor rank.
-
-    Args:
-        hidden: width.
-        layers: blocks.
-        heads: attention heads.
-        sequence: tokens of one sample.
-        vocabulary: tokens that there are.
-        tied: whether the logits use the embedding's parameters.
-        fused_attention: whether a kernel such as FlashAttention (Dao et al., 2022) never writes the scores; it computes
-            them again in backward and is slower than other products: its operations count half as much again.
-
-    Raises:
-        ValueError: a number is not positive, or the heads do not divide the width.
-    """
-    if min(hidden, layers, heads, sequence, vocabulary) < 1:
-        raise ValueError("hidden, layers, heads, sequence and vocabulary must be positive")
-    if hidden % heads:
-        raise ValueError(f"heads={heads} do not divide hidden={hidden}")
-    width, table = sequence * hidden, vocabulary * hidden
-    block = _block(sequence, hidden, heads, fused=fused_attention)
-    ends = _embedding(table + width, width), _logits(sequence, hidden, vocabulary, tied=tied)
-    return ModelProfile(framework="", layers=(ends[0], *(block,) * layers, ends[1]), heads=heads, tokens=sequence)
-
-
-def _block(sequence: int, hidden: int, heads: int, *, fused: bool) -> LayerCost:
-    """Return the costs of attention and MLP with their norms."""
-    width, parameters = sequence * hidden, 12 * hidden**2 + 13 * hidden
-    return LayerCost(
-        name="block",
-        parameters=parameters,
-        parameter_bytes=4 * parameters,
-        flops=24.0 * width * hidden + (6.0 if fused else 4.0) * width * sequence,
-        output_numbers=width,
-        kept_numbers=17.0 * width,
-        traffic_numbers=32.0 * width,
-        scores_numbers=0.0 if fused else 2.5 * heads * sequence**2,
-        block_place=1,
-        matmuls=6,
-        launches=34,
-        splits=True,
-        shared_kept=10 / 34,
-        shared_traffic=10 / 32,
-        reductions=2,
-    )
-
-
-def _embedding(parameters: int, width: int) -> LayerCost:
-    return LayerCost(
-        name="embedding",
-        parameters=parameters,
-        parameter_bytes=4 * parameters,
-        flops=0.0,
-        output_numbers=width,
-        kept_numbers=width,
-        traffic_numbers=3.0 * width,
-        matmuls=0,
-        launches=4,
-        splits=True,
-        shared_kept=1.0,
-        shared_traffic=1.0,
-        reductions=1,
-    )
-
-
-def _logits(sequence: int, hidden: int, vocabulary: int, *, tied: bool) -> LayerCost:
-    """Return the costs of the last norm, the logits and the loss, which reads full-precision logits several times."""
-    table, scores = vocabulary * hidden, sequence * vocabulary
-    own = 2 * hidden + (0 if tied else table)
-    return LayerCost(
-        name="logits",
-        parameters=own,
-        parameter_bytes=4 * own,
-        flops=2.0 * scores * hidden,
-        output_numbers=scores,
-        kept_numbers=sequence * hidden,
-        loss_numbers=scores,
-        traffic_numbers=16.0 * scores,
-        launches=20,
-        splits=True,
-        tied_parameters=table if tied else 0,
-    )

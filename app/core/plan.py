@@ -371,6 +371,10 @@ _FIELD_PARSERS: Mapping[str, Callable[[str], object]] = {
     "wire": GradientCompression.parse,
     "outer": OuterOptimizer.parse,
 }
+_UNAVAILABLE = {
+    "cp": ("context parallelism", "divide the tokens of a layer's activations: tp=2,sequence=1"),
+    "ep": ("expert parallelism", "divide the experts' parameters over data ranks: zero=3, or fsdp="),
+}
 _COMMA = re.compile(r",(?![^()]*\))")  # not one between parentheses
 
 
@@ -398,6 +402,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in _COMMA.split(text))):
         name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in given:
+            raise PlanError(f"{name}= is given twice", where=text, remedy="leave one of them out")
         given[name] = _parse_value(name, value, text)
     problem = chunk_problem(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
     if problem:
@@ -407,8 +413,14 @@ def _parse_fields(text: str) -> dict[str, Any]:
 
 def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
     """Remove the degrees from the values; return the mesh and what is sharded."""
+    if "schedule" in given and given.get("pp", 1) == 1:
+        raise PlanError(
+            f"schedule={given['schedule']} is of a pipeline, and the plan has one stage",
+            where="plan",
+            remedy="add pp=2 or more, or leave schedule= out",
+        )
     numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
-    most = 2 if numbers["pp"] > 1 else 3  # a pipeline gathers a stage's parameters once a step
+    most = 1 if numbers["pp"] > 1 else 3  # a pipeline gathers parameters and divides gradients once a step
     zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)
     data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
     return Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"]), zero
@@ -513,6 +525,9 @@ def _parse_value(name: str, value: str, text: str) -> Any:
         return value
     if name in _FIELD_PARSERS:
         return str(_FIELD_PARSERS[name](value))
+    if name in _UNAVAILABLE:
+        what, instead = _UNAVAILABLE[name]
+        raise PlanError(f"{name}=: {what} is not available", where=text, remedy=instead)
     if name not in _NUMBER_FIELDS:
         known = (*_NUMBER_FIELDS, *_FIELD_CHOICES, *_FIELD_PARSERS)
         raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, known))

@@ -20,10 +20,9 @@ from trainwright.strategies.cost_model.estimator import Measurement, calibrate, 
 from trainwright.strategies.cost_model.machine_model import Calibration
 from trainwright.strategies.search.plan_ranking import (
     TIE_RATIO,
+    best_plan,
     estimate_of,
     search_plans,
-    simplest_plan,
-    without_model_parallel,
 )
 from trainwright.strategies.search.plan_request import PlanRequest
 
@@ -164,9 +163,11 @@ class AlternativePlans:
                     for plan in found.plans
                     if _movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
                 ]
-                if fitting:
-                    plan = replace(simplest_plan(without_model_parallel(fitting)), placement=first.placement)
-                    self._others[workers] = (plan, "")
+                best = best_plan(
+                    asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration
+                )
+                if best is not None:
+                    self._others[workers] = (replace(best, placement=first.placement), "")
                     return self._others[workers]
                 nearest = {item.strategy: item.reason for item in reversed(found.misfits)}
                 reason = "; ".join(f"{name}: {why}" for name, why in nearest.items())

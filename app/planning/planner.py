@@ -23,18 +23,15 @@ from trainwright.planning.decision import Decision, compare_plans
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.search.plan_ranking import (
     Ranking,
+    best_plan,
     estimate_of,
     is_asynchronous,
     is_model_parallel,
     search_plans,
-    simplest_plan,
     suggest_changes,
-    with_interval,
-    without_model_parallel,
 )
 from trainwright.strategies.search.plan_request import PlanRequest, worker_capacity
 
-_NO_ENGINE = "trainwright has no engine for it yet"
 _WORTH_NOTING = 1.1  # times as fast as what is pinned
 
 
@@ -52,11 +49,12 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, search_plans(question)
     apart = job.planning.strategy is not None or _asks_async(pins)
-    plans = found.plans if apart else found.unasked
-    eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
-    if not eligible:
+    eligible = [
+        plan for plan in (found.plans if apart else found.unasked) if plan.strategy in names and pins.allow(plan)
+    ]
+    chosen = best_plan(question, replace(found, plans=tuple(eligible)), asynchronous=True)
+    if chosen is None:
         raise _nothing(question, found, names)
-    chosen = with_interval(question, simplest_plan(without_model_parallel(eligible)))
     job.check_plan(chosen)
     own = (*_untraced(profile), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
     notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
@@ -181,12 +179,10 @@ def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> P
     reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
     asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
     for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
-        reasons.append(f"{plan.strategy}: {_NO_ENGINE if pins.allow(plan) else f'does not match {pins}'}")
+        reasons.append(f"{plan.strategy}: does not match {pins}")
     change = "change what a reason above names"
     if any(item.missing_bytes for item in found.misfits if item.strategy in names):
-        found_way = suggest_changes(
-            question, lambda plan: bool(plan.engine) and plan.strategy in names and pins.allow(plan)
-        )
+        found_way = suggest_changes(question, lambda plan: plan.strategy in names and pins.allow(plan))
         change = found_way or change
     return PlanError("no plan can run this job", where="; ".join(reasons), remedy=change)
 
@@ -198,8 +194,7 @@ def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, .
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
     if not given or question.elastic or question.devices:
         return ()
-    free = [plan for plan in search_plans(question.free).unasked if plan.engine]
-    best = simplest_plan(without_model_parallel(free)) if free else chosen
+    best = best_plan(question.free, search_plans(question.free)) or chosen
     ratio = estimate_of(chosen).target_s / estimate_of(best).target_s
     if ratio < _WORTH_NOTING:
         return ()
@@ -212,9 +207,10 @@ def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
     steps = {}
     for kind in kinds if len(kinds) > 1 and not question.workers else ():
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        alone = [plan for plan in search_plans(replace(question, cluster=Cluster(nodes=nodes))).unasked if plan.engine]
-        if alone:
-            steps[kind] = estimate_of(simplest_plan(without_model_parallel(alone))).target_s
+        apart = replace(question, cluster=Cluster(nodes=nodes))
+        alone = best_plan(apart, search_plans(apart))
+        if alone is not None:
+            steps[kind] = estimate_of(alone).target_s
     best = min(steps, key=steps.__getitem__, default="")
     if not best or _WORTH_NOTING * steps[best] > estimate_of(chosen).target_s:
         return ()
@@ -228,16 +224,14 @@ def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
     limit = estimate_of(chosen).target_s
     found = [plan for plan in _best(plans) if plan.strategy != chosen.strategy]
     quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
-    return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers or plan.engine == "")]
+    return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers)]
 
 
 def _best(plans: Iterable[Plan]) -> list[Plan]:
-    """Return the first plan of each strategy, preferably one with an engine."""
+    """Return the first plan of each strategy."""
     found: dict[str, Plan] = {}
     for plan in plans:
-        known = found.setdefault(plan.strategy, plan)
-        if plan.engine and not known.engine:
-            found[plan.strategy] = plan
+        found.setdefault(plan.strategy, plan)
     return list(found.values())
 
 
@@ -256,13 +250,13 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstrai
         said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _WORTH_NOTING else ""
         return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = compare_plans(plan, chosen)
-    if plan.engine and is_model_parallel(plan) and not is_model_parallel(chosen):
+    if is_model_parallel(plan) and not is_model_parallel(chosen):
         reason += (
-            "; a model is divided without a measurement only where it does not fit: that takes longer than predicted"
+            "; without a measurement, a model that fits is divided only on accelerators, and where that is far quicker"
         )
-    if plan.engine and is_asynchronous(plan) and not is_asynchronous(chosen):
+    if is_asynchronous(plan) and not is_asynchronous(chosen):
         reason += "; asynchronous training is chosen only where nodes differ, are preemptible or far apart"
-    return RejectedPlan(plan=plan, reason=reason if plan.engine else f"{reason}; {_NO_ENGINE}")
+    return RejectedPlan(plan=plan, reason=reason)
 
 
 # --- Plans in files ---------------------------------------------------------------------------------------------------

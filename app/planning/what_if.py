@@ -35,13 +35,14 @@ from trainwright.reporting.plan_view import (
     plan_name,
     stage_sizes_text,
 )
+from trainwright.strategies.cost_model.plan_constraints import check_request
 from trainwright.strategies.search.plan_ranking import (
     TIE_RATIO,
     Ranking,
+    best_plan,
     estimate_of,
+    nothing_fits,
     search_plans,
-    simplest_plan,
-    suggest_changes,
 )
 from trainwright.strategies.search.plan_request import PlanRequest
 
@@ -74,6 +75,8 @@ class SizingRequest:
 
     def __post_init__(self) -> None:
         """Check the values."""
+        for size in (self.batch_size, *self.batch_sizes):
+            check_request(size, self.precision)
         if self.aim not in _GOALS:
             raise PlanError(f"unknown aim {self.aim!r}", where="for", remedy=nearest(self.aim, _GOALS))
         if isinstance(self.price, str) and self.price not in ("on-demand", "spot"):
@@ -83,11 +86,6 @@ class SizingRequest:
             value = getattr(self, name)
             if isinstance(value, int | float) and not 0 < value < math.inf:
                 raise PlanError(f"{name}={value:g} must be above 0 and finite", where=name, remedy="give another")
-        if any(size < 1 for size in self.batch_sizes):
-            wrong = min(self.batch_sizes)
-            raise PlanError(
-                f"batch size {wrong} is below 1", where="batch_sizes", remedy="give sizes in samples, from 1"
-            )
         if self.batch_sizes and self.critical_batch is None:
             raise PlanError(
                 "batch sizes cannot be compared without the critical batch, which determines their steps to the target",
@@ -183,7 +181,8 @@ def what_if(profile: ModelProfile, cluster: Cluster, request: SizingRequest) -> 
     looked = {batch_size: _search_sizes(profile, sizes, request, batch_size) for batch_size in batch_sizes}
     best = [best_of(choices, request.aim) for choices in map(_feasible, looked.values()) if choices]
     if not best:
-        raise _nothing_fits(_plan_request(profile, cluster, request, request.batch_size), looked[request.batch_size])
+        _, ranking = looked[request.batch_size][-1]
+        raise nothing_fits(_plan_request(profile, cluster, request, request.batch_size), ranking)
     chosen = best_of(best, request.aim)
     found = looked[chosen.batch_size]
     ranking = next(ranking for choice, ranking in found if choice is chosen)
@@ -251,11 +250,12 @@ def _feasible(found: Sequence[_SizeResult]) -> list[ClusterChoice]:
 
 def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> _SizeResult:
     """Return the best choice on all accelerators of a cluster, and the ranking, its simplest best plan first."""
-    found = search_plans(_plan_request(profile, cluster, request, batch_size))
-    if not found.plans:
+    question = _plan_request(profile, cluster, request, batch_size)
+    found = search_plans(question)
+    plan, steps = best_plan(question, found), request.steps_with(batch_size)
+    if plan is None:
         return _InfeasibleSize(accelerators=cluster.accelerators, nearest=found.misfits[0]), found
-    plan, steps = simplest_plan(found.plans), request.steps_with(batch_size)
-    found = replace(found, plans=(plan, *(other for other in found.plans if other is not plan)))
+    found = replace(found, plans=(plan, *(other for other in found.plans if other.text != plan.text)))
     goodput = _goodput(plan, cluster.accelerators, request.mtbf_hours) if request.mtbf_hours else None
     total_s = steps * estimate_of(plan).target_s / (goodput.share if goodput else 1.0)
     dollars = _dollars_an_hour(cluster, request.price)
@@ -275,12 +275,6 @@ def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingReques
 
 def _plan_request(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> PlanRequest:
     return PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=request.precision)
-
-
-def _nothing_fits(question: PlanRequest, found: Sequence[_SizeResult]) -> PlanError:
-    last = [best.nearest for best, _ in found if isinstance(best, _InfeasibleSize)][-1]
-    what = f"no plan fits {question.cluster}; the nearest, {infeasible_name(last)}: {last.reason}"
-    return PlanError(what, where="cluster", remedy=suggest_changes(question) or last.hint)
 
 
 def _goodput(plan: Plan, devices: int, mtbf_hours: float) -> _Goodput:
@@ -365,8 +359,6 @@ def _fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
     if answer.profile.untraced:
         stopped = f"tracing the model raised {answer.profile.untraced}"
         rows.append(("note", f"{stopped}: activations are not counted, operations are two a parameter and token"))
-    if not chosen.plan.engine:
-        rows.append(("note", "trainwright has no engine for this plan yet"))
     return rows
 
 

@@ -48,7 +48,7 @@ _EXACTLY_ONCE = (
     "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
 _NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
-_open: dict[int, list[Any]] = {}  # iterators that are read, by any thread
+_open: dict[int, _OpenIterator] = {}  # iterators that are read, by any thread
 
 
 _CHECKED = RowPart(first=3, total=7)  # compared with the whole pipeline
@@ -290,12 +290,11 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
     """
     ragged = any(field.dtype == np.dtype(object) for field in schema.values())
     batched = pipeline.ragged_batch(_BLOCK_ROWS) if ragged else pipeline.batch(_BLOCK_ROWS)
-    held = [iter(batched.prefetch(_AUTOTUNE))]
-    _open[id(held)] = held
+    opened = _OpenIterator(iter(batched.prefetch(_AUTOTUNE)))
     try:
         while True:
             try:
-                element = next(held[0])
+                element = next(opened.held[0])
             except StopIteration:
                 return
             except Exception as error:  # TensorFlow's errors, which cannot be named here, have one class for each cause
@@ -309,28 +308,40 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
             first += block_rows(block)
             yield block
     finally:
-        _close_iterator(held)
+        opened.close()
 
 
-def _close_iterator(held: list[Any]) -> None:
-    """Close an iterator, and wait up to END_S for the functions that it runs.
+class _OpenIterator:
+    """An iterator of tf.data, and the thread that closes it.
 
     Closing waits for the autotuner's thread. TensorFlow 2.21 wakes that thread before it marks it as cancelled, so the
-    thread can sleep again until its next look at the pipeline: minutes, on a busy machine.
+    thread can sleep again until its next look at the pipeline: minutes, on a busy machine. The closing thread starts
+    here, because Python 3.12 starts none while it ends.
     """
-    if not held:
-        return
-    _open.pop(id(held), None)
-    end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
-    end.start()
-    end.join(END_S)
+
+    def __init__(self, iterator: Any) -> None:
+        self.held = [iterator]
+        self._asked = threading.Event()
+        self._end = threading.Thread(target=self._close_when_asked, name="trainwright-pipeline-end", daemon=True)
+        self._end.start()
+        _open[id(self)] = self
+
+    def close(self) -> None:
+        """Close the iterator, and wait up to END_S for the functions that it runs."""
+        if _open.pop(id(self), None) is not None:
+            self._asked.set()
+            self._end.join(END_S)
+
+    def _close_when_asked(self) -> None:
+        self._asked.wait()
+        self.held.clear()
 
 
 @atexit.register
 def _close_iterators() -> None:
-    """Close all iterators before the interpreter ends: after that no thread can be started, and closing would hang."""
-    for held in [*_open.values()]:
-        _close_iterator(held)
+    """Close all iterators before the interpreter ends: after that no thread runs, and closing would hang."""
+    for opened in [*_open.values()]:
+        opened.close()
 
 
 def _named_components(element: Any, where: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import STREAMED_SCHEDULES, Estimate, Plan
 from trainwright.strategies.cost_model.machine_model import (
@@ -40,6 +41,7 @@ from trainwright.strategies.cost_model.machine_model import (
 )
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
 from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
+from trainwright.strategies.cost_model.plan_constraints import check_request
 from trainwright.strategies.cost_model.step_work import (
     HOST_BYTES_PER_S,
     UPDATE_BYTES,
@@ -48,7 +50,7 @@ from trainwright.strategies.cost_model.step_work import (
     compute_step_work,
 )
 
-_INTERVAL_DEVIATIONS = 1.645  # standard deviations to either side: nine of ten steps
+INTERVAL_DEVIATIONS = 1.645  # standard deviations to either side: nine of ten steps
 
 
 def estimate(
@@ -74,9 +76,11 @@ def estimate(
         Seconds by term, which add up to `step_s`; nine of ten steps are expected between `low_s` and `high_s`.
 
     Raises:
-        PlanError: the plan cannot be carried out by this cluster, or with this model and batch.
+        PlanError: the plan cannot be carried out by this cluster, or with this model and batch; the batch is no whole
+            number of samples, or the precision is unknown.
         ResourceError: nothing is known of an accelerator.
     """
+    check_request(batch_size, precision)
     known = calibration or DEFAULT
     machine = MachineModel.of(cluster, plan.mesh.size)
     work = compute_step_work(profile, machine, plan, batch_size=batch_size, precision=precision)
@@ -85,10 +89,19 @@ def estimate(
     slopes = _slopes([work], np.array(known.logs))[0]
     _, unexplained = known.residual(work.shape, work.kind)
     if work.kind not in known.kinds:
-        unexplained += work.machine.device.unsure**2
-    deviation = math.sqrt(float(slopes @ np.array(known.covariance) @ slopes) + unexplained)
-    factor = math.exp(_INTERVAL_DEVIATIONS * deviation)
+        unexplained += machine.device.unsure**2
+        if work.plan.zero == 3 and work.shard.nodes > 1:
+            unexplained += _ZERO_3_SPREAD**2
+    covariance = known.covariance_on(*_machine_facts(work))
+    deviation = math.sqrt(float(slopes @ covariance @ slopes) + unexplained)
+    factor = math.exp(INTERVAL_DEVIATIONS * deviation)
     return replace(found, low_s=found.step_s / factor, high_s=found.step_s * factor)
+
+
+def _machine_facts(work: StepWork) -> tuple[str, float, int]:
+    """Return the device, the network of each and the number of nodes that a step runs on; see `Calibration`."""
+    machine = work.machine
+    return machine.device.name, machine.network_bytes_per_s, -(-work.plan.mesh.size // machine.per_node)
 
 
 def point_estimate(work: StepWork, stage_memory_bytes: tuple[int, ...], calibration: Calibration) -> Estimate:
@@ -115,6 +128,11 @@ _BACKWARD = 2.0  # operations and traffic of backward, in those of forward
 _LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
 _MAX_SHARPNESS = 4.0  # how sharply the longer of two overlapping times wins
 _PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
+# standard deviation of the logarithm of a step under ZeRO-3 between nodes, which systems carry out differently:
+# DeepSpeed's of 2021 takes up to 1.7 times what is predicted (Narayanan et al., 2021, table 2), FSDP's does not
+_ZERO_3_SPREAD = 0.22
+_GATHER_OVERLAP = 0.8  # of a micro-batch's compute, under which ZeRO gathers and scatters
+_HOP_S = 1e-5  # of a message of a ring from one rank to the next
 _GLOO = 30.0  # times as long as NCCL's take the small collectives of gloo
 _HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
@@ -258,11 +276,17 @@ def _tensor(work: StepWork, rates: _Rates) -> Vector:
     return found
 
 
-def _all_reduce(work: StepWork, group: RankGroup, rates: _Rates, name: str, size: Vector) -> Vector:
-    """Return the seconds of an all-reduce of `size` bytes on each rank, without latency."""
+def _all_reduce(
+    work: StepWork, group: RankGroup, rates: _Rates, name: str, size: Vector, network: str = "network"
+) -> Vector:
+    """Return the seconds of an all-reduce of `size` bytes on each rank, without latency.
+
+    Args:
+        name, network: of the efficiencies of the links inside a node and between nodes.
+    """
     inside = 2 * (group.local - 1) / group.local / (work.machine.device.link_bytes_per_s * rates[name])
-    network = group.local * work.machine.network_bytes_per_s * rates["network"]
-    between = 2 * (group.nodes - 1) / group.nodes / network
+    bandwidth = group.local * work.machine.network_bytes_per_s * rates[network]
+    between = 2 * (group.nodes - 1) / group.nodes / bandwidth
     found: Vector = size * (inside + between)
     return found
 
@@ -294,12 +318,18 @@ def _sent(work: StepWork, sent_bytes: Vector, rates: _Rates) -> Vector:
 
 
 def _gathered(work: StepWork, rates: _Rates, compute_s: float) -> float:
-    """Return the seconds that ZeRO-3's gathers and scatters exceed compute by."""
-    if work.plan.zero < 3 or work.shard.size == 1:
+    """Return the seconds that the gathers and scatters of a micro-batch exceed compute by.
+
+    ZeRO-3 gathers twice and scatters once. ZeRO-2 does each once; those of one micro-batch are in `_reduction`. Each
+    ring has as many messages as there are ranks.
+    """
+    if work.plan.zero < 2 or work.shard.size == 1:
         return 0.0
     size = np.array([work.state.gradient_bytes.max()])
-    spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
-    return _exposed_seconds(spent, compute_s)
+    times = 1.5 if work.plan.zero == 3 else 1 - 1 / work.micro_batches
+    spent = times * float(_all_reduce(work, work.shard, rates, "reduce", size, network="gather")[0])
+    spent += work.gathers * _HOP_S * (work.shard.size - 1)
+    return _exposed_seconds(spent, _GATHER_OVERLAP * compute_s)
 
 
 def _collective_latency(work: StepWork, rates: _Rates) -> float:
@@ -492,11 +522,16 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     measurements will do, and none gives the defaults.
 
     Raises:
-        ValueError: a measured time is not above 0.
-        PlanError: one of the plans is not possible.
+        PlanError: a measured time is not above 0 and finite, or one of the plans is not possible.
     """
-    if any(one.step_s <= 0 for one in measurements):
-        raise ValueError("every measurement must have step_s > 0")
+    for number, one in enumerate(measurements):
+        check_request(one.batch_size, one.precision)
+        if not 0 < one.step_s < math.inf:
+            raise PlanError(
+                f"step_s={one.step_s!r} must be above 0 and finite",
+                where=f"measurement {number}",
+                remedy="give the seconds of one step, or leave the measurement out",
+            )
     if not measurements:
         return Calibration()
     works = [
@@ -525,6 +560,7 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
         residuals=tuple(inverse @ (measured - _predicted(works, logs))),
         inverse=tuple(map(tuple, inverse)),
         measurements=len(works),
+        machines=tuple(map(_machine_facts, works)),
     )
 
 

@@ -193,6 +193,7 @@ EFFICIENCIES: Mapping[str, _Efficiency] = {
     "message_s": _Efficiency(default=1.5e-5, spread=0.7, what="seconds of each message inside a node"),
     "reduce": _Efficiency(default=0.75, spread=0.4, what="of the links' bandwidth in reductions of gradients"),
     "gather_s": _Efficiency(default=1e-4, spread=0.8, what="seconds of each of ZeRO's collectives, whatever its size"),
+    "gather": _Efficiency(default=0.2, spread=0.7, what="of the network's bandwidth in ZeRO's gathers between nodes"),
     "network": _Efficiency(default=0.7, spread=0.4, what="of the network's bandwidth between nodes"),
     "overlap": _Efficiency(default=0.2, spread=0.9, what="of backward under which gradients are reduced"),
     "send": _Efficiency(default=0.4, spread=0.6, what="of a link's bandwidth between stages"),
@@ -201,6 +202,7 @@ EFFICIENCIES: Mapping[str, _Efficiency] = {
     "step_s": _Efficiency(default=4e-3, spread=0.8, what="seconds of each step for everything else"),
 }
 EFFICIENCY_NAMES = tuple(EFFICIENCIES)
+_BETWEEN_NODES = ("gather", "network", "send", "send_s")
 _RESIDUAL = 0.10  # standard deviation of a shape's own error, of the logarithm
 MEASUREMENT_NOISE = 0.03  # of one measurement's
 _UNMODELLED = 0.08  # of what this model leaves out, measured on no machine like it
@@ -219,6 +221,7 @@ class Calibration:
         residuals: weights of the shapes' errors.
         inverse: of the shapes' covariance.
         measurements: number of measurements.
+        machines: device, network of each device in bytes/s and number of nodes of each measurement.
     """
 
     logs: tuple[float, ...] = (0.0,) * len(EFFICIENCY_NAMES)
@@ -231,6 +234,23 @@ class Calibration:
     residuals: tuple[float, ...] = ()
     inverse: tuple[tuple[float, ...], ...] = ()
     measurements: int = 0
+    machines: tuple[tuple[str, float, int], ...] = ()
+
+    def covariance_on(self, device: str, network_bytes_per_s: float, nodes: int) -> Vector:
+        """Return the covariance of `logs` on a machine: no narrower than assumed for what was not measured on its like.
+
+        Steps on another device say nothing certain. Those on fewer nodes, or over another network, say nothing certain
+        of what goes between nodes.
+        """
+        found, assumed = np.array(self.covariance), np.diag([item.spread**2 for item in EFFICIENCIES.values()])
+        own = [machine for machine in self.machines if machine[0] == device]
+        if not own:
+            return assumed
+        if nodes > max((count for _, network, count in own if network == network_bytes_per_s), default=1):
+            between = [EFFICIENCY_NAMES.index(name) for name in _BETWEEN_NODES]
+            found[between, :] = assumed[between, :]
+            found[:, between] = assumed[:, between]
+        return found
 
     @cached_property
     def efficiencies(self) -> Mapping[str, float]:
@@ -239,7 +259,7 @@ class Calibration:
 
     def residual(self, shape: tuple[float, ...], kind: str) -> tuple[float, float]:
         """Return mean and variance of the unexplained part, as a logarithm."""
-        if not self.shapes:
+        if kind not in self.kinds:
             return 0.0, _UNMODELLED**2 + _RESIDUAL**2
         near = shape_covariance(np.array([shape]), [kind], np.array(self.shapes), self.kinds)[0]
         mean = float(near @ np.array(self.residuals))

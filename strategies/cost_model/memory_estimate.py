@@ -30,8 +30,9 @@ from trainwright.strategies.cost_model.step_work import (
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
 _UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
 _FOREACH_NUMBERS = 1  # that torch's optimizers work with on a GPU, for each parameter of all layers at once
-_LOSS_GRADIENTS = 2  # that the loss's backward makes: of what the loss keeps, and of what it read
-_GATHERED_COPIES = {2: 2, 3: 4}  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
+# that the loss's backward makes, of 4 bytes: of what the loss keeps, and of what it read
+_LOSS_GRADIENTS = 2
+_GATHERED_COPIES = (0, 2, 2, 4)  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
 
 
 def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: str) -> float:
@@ -125,17 +126,17 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
     served = optimizer if plan.servers and plan.local_steps == 1 else 0.0  # the optimizer's state is the servers'
     degree = mesh.shard if mesh.shard > 1 else mesh.data
-    each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=own) - served
-    part = 1 / degree if plan.zero >= 2 else 1.0
-    if plan.zero == 2:
+    summed = plan.zero == 1 and (micro_batches > 1 or mesh.pipeline > 1)  # whole, until the step's only reduction
+    zero = 2 if plan.zero == 1 and not summed else plan.zero
+    each = model_state_bytes(1.0, zero=zero, degree=degree, precision=own) - served
+    part = 1 / degree if zero else 1.0
+    if plan.zero in (1, 2):
         each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
-        if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
-            each += gradient
     each += profile.weight_copies * parameter * part
     if plan.streamed or plan.local_steps > 1:  # two versions, or what local steps began with
         each += parameter
-    gradients = gradient * part * held
-    visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
+    gradients = gradient * (1.0 if summed else part) * held
+    visiting = parameter * held * _GATHERED_COPIES[plan.zero] * (degree > 1)
     visiting += gradients * _gradients_stay(plan, batch_size)
     update = 0.0 * held if served else 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
@@ -146,6 +147,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     copied = layers.held(2) / layers.over(mesh.tensor) * (layers.flops > 0)  # by autocast, for each forward: products'
     cast = copied * width * (NUMBER_BYTES.get(own, 4) > width)
     loss = rows * 4.0 * layers.loss_numbers / layers.over(mesh.tensor)
+    half = loss / 4 * width * (width < 4)  # the model's outputs in half precision, beside what the loss made of them
     if not profile.trains:
         none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
         gathered_whole = parameter * held * (shared > 1)
@@ -160,7 +162,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         gradients=gradients,
         update=update,
         kept=rows * width * kept + loss + np.where(again, 0.0, cast),
-        working=rows * width * working + _LOSS_GRADIENTS * loss + visiting + np.where(again, cast, 0.0),
+        working=rows * width * working + _LOSS_GRADIENTS * loss + half + visiting + np.where(again, cast, 0.0),
         flight=micro_batches_in_flight(plan, micro_batches),
     )
 

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
+from trainwright.core.errors import PlanError, nearest
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, chunk_problem
 from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
+
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
+
+def check_request(batch_size: object, precision: object) -> None:
+    """Raise PlanError unless steps can have this batch, a whole number of samples, and this precision."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise PlanError(
+            f"batch_size={batch_size!r} must be a whole number of samples, 1 or more",
+            where="batch_size",
+            remedy="give the global batch of one step",
+        )
+    if precision not in _PRECISIONS:
+        raise PlanError(
+            f"precision={precision!r} cannot be predicted",
+            where="precision",
+            remedy=nearest(str(precision), _PRECISIONS),
+        )
 
 
 def too_few_micro_batches(plan: Plan, micro_batches: int) -> tuple[str, str]:
@@ -55,9 +74,9 @@ def invalid_combination(plan: Plan) -> tuple[str, str] | None:
     if plan.streamed:
         reason = f"schedule={plan.schedule} keeps two versions of a stage's weights, and FSDP2 gathers one"
         return reason, "use dp in the place of fsdp, or schedule=1f1b"
-    if plan.zero != 2:
-        reason = f"a pipeline gathers a stage's parameters once a step, which is ZeRO-2 and not ZeRO-{plan.zero}"
-        return reason, "use zero=2"
+    if plan.zero != 1:
+        reason = f"a pipeline sums the gradients of all micro-batches whole, which is ZeRO-1 and not ZeRO-{plan.zero}"
+        return reason, "use zero=1"
     return None
 
 

@@ -13,9 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
-from trainwright.strategies.cost_model.estimator import estimate, layer_seconds, point_estimate, send_seconds
+from trainwright.strategies.cost_model.estimator import (
+    INTERVAL_DEVIATIONS,
+    estimate,
+    layer_seconds,
+    point_estimate,
+    send_seconds,
+)
 from trainwright.strategies.cost_model.machine_model import (
     DEFAULT,
     Calibration,
@@ -29,7 +36,7 @@ from trainwright.strategies.cost_model.memory_estimate import (
     layer_memory,
     stage_memory,
 )
-from trainwright.strategies.cost_model.plan_constraints import invalid_combination, invalid_compile
+from trainwright.strategies.cost_model.plan_constraints import check_request, invalid_combination, invalid_compile
 from trainwright.strategies.cost_model.stage_partition import MemoryLimit, partition_in_memory
 from trainwright.strategies.cost_model.step_work import (
     NUMBER_BYTES,
@@ -77,16 +84,53 @@ def rank(
     precision: str,
     calibration: Calibration | None = None,
 ) -> list[Plan]:
-    """Return the plans that fit, best first; the first ones have an estimate with an interval.
+    """Return the plans that fit: the one that `fit` would choose, then the others, best first.
+
+    The first ones have an estimate with an interval.
 
     Args:
         profile, cluster, batch_size, precision, calibration: as for `estimate`.
 
     Raises:
         ResourceError: nothing is known of an accelerator.
+        PlanError: no plan fits; it names what comes nearest.
     """
     question = PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision)
-    return list(search_plans(question, calibration).plans)
+    found = search_plans(question, calibration)
+    best = best_plan(question, found, calibration=calibration)
+    if best is None:
+        raise nothing_fits(question, found)
+    return [best, *(plan for plan in found.plans if plan.text != best.text)]
+
+
+def best_plan(
+    question: PlanRequest,
+    found: Ranking,
+    *,
+    allows: Callable[[Plan], bool] = lambda plan: True,
+    asynchronous: bool = False,
+    calibration: Calibration | None = None,
+) -> Plan | None:
+    """Return the plan to take of a ranking, with its interval; None where there is none.
+
+    `fit`, `plan --cluster` and `rank` take this one.
+
+    Args:
+        allows: whether a plan may be taken.
+        asynchronous: the job asks for workers that step asynchronously; else they are taken where they are far ahead.
+    """
+    allowed = [plan for plan in (found.plans if asynchronous else found.unasked) if allows(plan)]
+    if not allowed:
+        return None
+    return _with_interval(question, simplest_plan(_without_needless_division(allowed)), calibration)
+
+
+def nothing_fits(question: PlanRequest, found: Ranking) -> PlanError:
+    """Return the error that no plan fits a cluster, with the nearest and the least change."""
+    nearest = found.misfits[0]
+    name = f"{nearest.strategy}, plan={nearest.plan.text!r}" if nearest.plan else nearest.strategy
+    what = f"no plan fits {question.cluster}; the nearest, {name}: {nearest.reason}"
+    return PlanError(what, where="cluster", remedy=suggest_changes(question) or nearest.hint)
 
 
 def search_plans(question: PlanRequest, calibration: Calibration | None = None) -> Ranking:
@@ -94,23 +138,24 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
 
     Raises:
         ResourceError: nothing is known of an accelerator.
+        PlanError: the batch is no whole number of samples, or the precision is unknown.
     """
+    check_request(question.batch_size, question.precision)
     sized = _PlanSizer(question, calibration or DEFAULT)
     fitting, misfits = _fitting(sized)
-    runs = not question.profile.framework or any(plan.engine and not is_asynchronous(plan) for plan in fitting)
-    if not runs and question.cluster.accelerators and not question.offload:
+    if all(map(is_asynchronous, fitting)) and question.cluster.accelerators and not question.offload:
         offloaded = _fitting(_PlanSizer(replace(question, offload=True), sized.calibration))
         fitting, misfits = fitting + offloaded[0], misfits + offloaded[1]
     ahead_s = _speedup_limit(question, fitting, calibration) if question.cluster.uneven else 0.0
     fitting.sort(key=lambda plan: _order(plan, ahead_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(_INTERVAL_PLANS, len(fitting))), *best.values()}:
-        fitting[number] = with_interval(question, fitting[number], calibration)
+        fitting[number] = _with_interval(question, fitting[number], calibration)
     misfits.sort(key=lambda one: (one.plan is not None and is_asynchronous(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
-def with_interval(question: PlanRequest, plan: Plan, calibration: Calibration | None = None) -> Plan:
+def _with_interval(question: PlanRequest, plan: Plan, calibration: Calibration | None = None) -> Plan:
     """Return a ranked plan with the interval of its estimate, which only the first ones have."""
     found = estimate(
         question.profile, question.cluster, plan, batch_size=question.batch_size, precision=question.precision,
@@ -148,14 +193,27 @@ def simplest_plan(plans: Iterable[Plan]) -> Plan:
     return min(tied, key=_complexity)
 
 
-def without_model_parallel(plans: Iterable[Plan]) -> list[Plan]:
+def _without_needless_division(plans: Iterable[Plan]) -> list[Plan]:
     """Leave out plans that divide the model although the same number of ranks could each hold all of it.
 
-    Dividing costs more than the estimate says: FSDP2's steps on CPUs take 1.3 to 7 times as long as DDP's.
+    On CPUs dividing costs more than the estimate says: FSDP2's steps take 1.3 to 7 times as long as DDP's there. On
+    accelerators a plan stays that is predicted quicker by more than a standard deviation of the estimates.
     """
     found = list(plans)
-    whole = {plan.mesh.size for plan in found if not is_model_parallel(plan) and not is_asynchronous(plan)}
-    return [plan for plan in found if not is_model_parallel(plan) or plan.mesh.size not in whole]
+    factor = max((one.high_s / one.step_s for one in map(estimate_of, found)), default=1.0) ** (1 / INTERVAL_DEVIATIONS)
+    whole_s: dict[int, float] = {}
+    for plan in found:
+        if not is_model_parallel(plan) and not is_asynchronous(plan):
+            size, target_s = plan.mesh.size, estimate_of(plan).target_s
+            whole_s[size] = min(target_s, whole_s.get(size, target_s))
+
+    def is_needed(plan: Plan) -> bool:
+        if not is_model_parallel(plan) or plan.mesh.size not in whole_s:
+            return True
+        quicker = factor * estimate_of(plan).target_s < whole_s[plan.mesh.size]
+        return quicker and plan.placement.accelerators > 0
+
+    return list(filter(is_needed, found))
 
 
 def is_model_parallel(plan: Plan) -> bool:
@@ -185,8 +243,9 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Ca
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
         found += search_plans(replace(question, cluster=Cluster(nodes=nodes)), calibration).plans
     together = [plan for plan in found if not is_asynchronous(plan)]
-    runs = [plan for plan in together if plan.engine] or together
-    return min((estimate_of(plan).target_s for plan in without_model_parallel(runs)), default=0.0) / _REQUIRED_SPEEDUP
+    return min((estimate_of(plan).target_s for plan in _without_needless_division(together)), default=0.0) / (
+        _REQUIRED_SPEEDUP
+    )
 
 
 def _order(plan: Plan, ahead_s: float) -> tuple[bool, float]:
@@ -230,24 +289,21 @@ class _PlanSizer:
     def sized(self, plan: Plan) -> Plan | InfeasiblePlan:
         """Return the plan with its estimate, or why it is impossible."""
         profile, machine = self.question.profile, self.machine(plan)
-        reason = invalid_plan(profile, machine, plan, self.question.batch_size) or (
-            plan.engine and invalid_combination(plan)
-        )
+        reason = invalid_plan(profile, machine, plan, self.question.batch_size) or invalid_combination(plan)
         if self.question.compile == "inductor":
             reason = reason or invalid_compile(plan.recompute, profile.recounted)
+        if plan.recompute != "none" and not _recomputes(profile):
+            reason = f"recompute={plan.recompute} is for torch models", "leave it out"
         if reason:
             return InfeasiblePlan(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
         room = USABLE * machine.device.memory_bytes or math.inf
         if plan.mesh.pipeline > 1:
-            plan = replace(plan, stages=stage_sizes(profile, machine, plan, room_bytes=room, **self._numbers))
-            if plan.engine:
-                plan = replace(plan, cuts=section_entries(profile, plan.stages))
-                layer = _cut_tensor_layer(profile, plan)
-                if layer:
-                    why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
-                    return InfeasiblePlan(
-                        strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan
-                    )
+            sizes = stage_sizes(profile, machine, plan, room_bytes=room, **self._numbers)
+            plan = replace(plan, stages=sizes, cuts=section_entries(profile, sizes))
+            layer = _cut_tensor_layer(profile, plan)
+            if layer:
+                why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
+                return InfeasiblePlan(strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan)
         memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
         if max(memory) > room:
             return _out_of_memory(plan, memory, room)
@@ -279,7 +335,7 @@ def _unstaged_variants(
 ) -> Iterator[Plan | InfeasiblePlan]:
     """Yield the fewest micro-batches that fit, for each recomputation: without a pipeline fewer are never slower."""
     for recompute in choices:
-        found = _first_fitting(sized, (_variant(sized.question, plan, count, recompute) for count in counts))
+        found = _first_fitting(sized, (_variant(plan, count, recompute) for count in counts))
         if found is not None:
             yield found
         if isinstance(found, Plan):
@@ -292,7 +348,7 @@ def _pipeline_variants(
     """Yield pipelines from the smallest micro-batches on, until larger ones do not fit."""
     fits = False
     for count in reversed(counts):
-        tried = (_variant(sized.question, plan, count, recompute) for recompute in choices)
+        tried = (_variant(plan, count, recompute) for recompute in choices)
         found = _first_fitting(sized, tried)
         if isinstance(found, Plan):
             choices, fits = choices[choices.index(found.recompute) :], True
@@ -302,11 +358,13 @@ def _pipeline_variants(
             return
 
 
-def _variant(question: PlanRequest, plan: Plan, count: int, recompute: str) -> Plan:
-    profile = question.profile
-    can = recompute == "none" or (profile.framework == "torch" and not profile.keras_backend)
-    engine = plan.engine if can else ""
-    return replace(plan, accumulation=count, recompute=recompute, engine=engine)
+def _variant(plan: Plan, count: int, recompute: str) -> Plan:
+    return replace(plan, accumulation=count, recompute=recompute)
+
+
+def _recomputes(profile: ModelProfile) -> bool:
+    """Return whether an engine can recompute activations of a model."""
+    return profile.framework in ("", "torch") and not profile.keras_backend
 
 
 def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | InfeasiblePlan | None:
@@ -323,6 +381,8 @@ def _recomputations(question: PlanRequest) -> _RecomputeChoices:
     """Return the recomputations to try; `selective` only for models with attention scores, without inductor."""
     if "recompute" in question.pins.choices:
         return (question.pins.choices["recompute"],)
+    if not _recomputes(question.profile):
+        return ("none",)
     scores = any(layer.scores_numbers for layer in question.profile.layers)
     selective = scores and question.compile != "inductor"
     return ("none", "selective", "full") if selective else ("none", "full")
@@ -337,7 +397,12 @@ def _micro_batches(question: PlanRequest, plan: Plan) -> list[int]:
     if "micro_batch" in question.pins.choices:
         return [max(1, -(-share // max(1, question.pins.choices["micro_batch"])))]
     smaller = [2**power for power in range(share.bit_length()) if 2**power < share]
-    return [1, *(-(-share // size) for size in reversed(smaller))]
+    counts = [1, *(-(-share // size) for size in reversed(smaller))]
+    if plan.schedule == "interleaved":  # which needs multiples of the stages
+        stages = plan.mesh.pipeline
+        return sorted({count for each in counts if (count := stages * -(-each // stages)) <= share})
+    # With one micro-batch, FSDP2 divides the gradients of ZeRO-1 as it does those of ZeRO-2.
+    return counts[1:] if plan.zero == 1 and plan.mesh.pipeline == 1 and "zero" not in question.pins.choices else counts
 
 
 def _out_of_memory(plan: Plan, memory: tuple[int, ...], room: float) -> InfeasiblePlan:

@@ -130,30 +130,43 @@ class PlanRequest:
         """Ranks on one node, where every device of the cluster has one."""
         if self.cluster.accelerators:
             return min(node.accelerators for node in self.cluster.nodes if node.accelerators)
-        return max(1, self.ranks // len(self.cluster.nodes))
+        return max(1, self.most_ranks // len(self.cluster.nodes))
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks of a plan with one device in each worker."""
+        """Number of ranks of a plan with one device and a share of the batch in each worker."""
         return self.workers_of()
+
+    @cached_property
+    def most_ranks(self) -> int:
+        """Number of ranks of a plan whose ranks may share samples, with one device in each worker."""
+        return self.workers_of(degree=max(1, self.cluster.slots))
 
     @property
     def own_devices(self) -> int:
         """Devices of a worker that drives all of its node: accelerators, or logical devices of a CPU."""
         return self.devices or min((node.accelerators for node in self.cluster.nodes if node.accelerators), default=1)
 
-    def workers_of(self, devices: int = 1) -> int:
+    def workers_of(self, devices: int = 1, degree: int = 1) -> int:
         """Return the first number of workers: the pinned one, or one for each slot; an elastic job takes what there is.
 
         Args:
             devices: of each worker; on a CPU they share a slot.
+            degree: ranks that divide a model, and share its samples; each model has one sample at least.
         """
         shared = devices if self.cluster.accelerators else 1
         slots, room = max(1, self.cluster.slots // shared), max(1, worker_capacity(self.cluster) // shared)
+        most = degree * self.batch_size
         if not self.elastic:
-            return self.workers or min(slots, self.batch_size)
-        wanted = self.workers or min(slots, self.max_workers or self.batch_size)
+            return self.workers or min(slots, most)
+        wanted = self.workers or min(slots, self.max_workers or most)
         return max(min(wanted, room), self.min_workers or 1)
+
+    def replicas_of(self, degree: int) -> int:
+        """Return how many models fit that `degree` ranks divide each; 0 where they do not fill a pinned number."""
+        ranks = self.workers_of(degree=degree)
+        pinned = self.workers or self.elastic
+        return 0 if pinned and ranks % degree else ranks // degree
 
     @cached_property
     def place(self) -> Callable[..., WorkerResources]:
@@ -176,7 +189,6 @@ class PlanRequest:
             devices_per_worker=devices,
             precision=self.precision,
             keras_backend=self.profile.keras_backend,
-            sequence=mesh.tensor > 1 and bool(self.pins.choices.get("sequence")),
             notes=self._inexact_notes if mesh.data_ranks > 1 else (),
             **self.sums,
             **choices,  # type: ignore[arg-type]

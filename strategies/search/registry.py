@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import TypeAlias
 
@@ -43,7 +44,7 @@ class Strategy:
     Attributes:
         name: as in a job's `strategy=`.
         engines: by framework, `module:class` of the engine. Its keys are the frameworks whose models the strategy is
-            for. With an empty text plans are shown but not chosen.
+            for. A profile without a framework counts as one of torch.
         propose: yields plans; raises `Refusal` where there is none.
         fit: engine that runs Keras' `fit`; empty where there is none.
         no_fit: the reason why there is none.
@@ -95,8 +96,8 @@ class Strategy:
         return request.plan(self.name, self.engine(request) if engine is None else engine, mesh, **choices)  # type: ignore[arg-type]
 
     def engine(self, request: PlanRequest) -> str:
-        """Return the engine for a request; empty where there is none."""
-        return self.fit if request.run == "fit" else self.engines.get(request.profile.framework, "")
+        """Return the engine for a request."""
+        return self.fit if request.run == "fit" else self.engines[request.profile.framework or "torch"]
 
     def _propose(self, request: PlanRequest) -> _Proposals:
         request.check_replicas(self.name)
@@ -155,25 +156,18 @@ def _replicas_plan(strategy: Strategy, request: PlanRequest, *, engine: str | No
 def _propose_sharded(strategy: Strategy, request: PlanRequest) -> Iterator[Plan]:
     """Propose each stage of ZeRO over all ranks, and hybrid shard: ZeRO-3 inside a node, replicas between nodes.
 
-    No engine shards the optimizer state alone (ZeRO-1). Host memory can hold the state of ZeRO-2 and ZeRO-3 (Ren et
-    al., 2021).
+    ZeRO-1 differs from ZeRO-2 where a step has several micro-batches. Host memory can hold the state of ZeRO-2 and
+    ZeRO-3 (Ren et al., 2021).
     """
     _check_ranks(strategy, request)
     if request.ranks == 1:
         raise Refusal("there is room for one worker only now", "wait until there is room for two")
     for zero in (2, 3) if request.offload else (1, 2, 3):
-        yield _sharded_plan(strategy, request, Mesh(shard=request.ranks), zero, offload=request.offload)
+        yield strategy.plan(request, Mesh(shard=request.ranks), zero=zero, offload=request.offload)
     pinned, inside = request.pins.mesh, request.per_node
     mesh = pinned or Mesh(data=request.ranks // inside, shard=inside)
     if mesh.data > 1 and mesh.shard > 1 and mesh.size == mesh.data_ranks == request.ranks:
-        yield _sharded_plan(strategy, request, mesh, 3, offload=request.offload)
-
-
-def _sharded_plan(
-    strategy: Strategy, request: PlanRequest, mesh: Mesh, zero: int, *, engine: str | None = None, **choices: object
-) -> Plan:
-    """Return a plan with a stage of ZeRO, without an engine for ZeRO-1."""
-    return strategy.plan(request, mesh, engine="" if zero == 1 else engine, zero=zero, **choices)
+        yield strategy.plan(request, mesh, zero=3, offload=request.offload)
 
 
 def _check_ranks(strategy: Strategy, request: PlanRequest) -> None:
@@ -193,30 +187,40 @@ def _propose_tensor_parallel(strategy: Strategy, request: PlanRequest) -> _Propo
     if tensor > per_node:  # they communicate in every layer, and the network is too slow for that
         hint = f"use tp={per_node} or less, and a pipeline or ZeRO over the nodes"
         raise Refusal(f"tp={tensor} is more than the {per_node} devices of a node", hint)
-    found = [degree for degree in _tensor_degrees(request) if degree > 1 and not request.ranks % degree]
+    found = [degree for degree in _tensor_degrees(request) if degree > 1 and request.replicas_of(degree)]
     if not found:
-        request.check_several(request.ranks)
+        request.check_several(request.most_ranks)
         raise _no_degree(request)
     for tensor in found:
         yield from strategy.attempt(_tensor_plans(strategy, request, tensor))
 
 
 def _tensor_plans(strategy: Strategy, request: PlanRequest, tensor: int) -> Iterator[Plan]:
-    data = request.ranks // tensor
+    data = request.replicas_of(tensor)
     request.check_inexact(strategy.name, data)
-    yield strategy.plan(request, Mesh(data=data, tensor=tensor))
-    if data == 1:
-        return
-    fsdp = _FSDP if strategy.engine(request) else ""
-    for zero in (1, 2, 3):
-        yield _sharded_plan(strategy, request, Mesh(shard=data, tensor=tensor), zero, engine=fsdp)
+    meshes: dict[Mesh, tuple[int, ...]] = {Mesh(data=data, tensor=tensor): (0,)}
+    if data > 1:
+        meshes[Mesh(shard=data, tensor=tensor)] = (1, 2, 3)
     pinned = request.pins.mesh
     if (
         pinned
         and min(pinned.data, pinned.shard) > 1
         and pinned == Mesh(data=pinned.data, shard=data // pinned.data, tensor=tensor)
     ):
-        yield _sharded_plan(strategy, request, pinned, 3, engine=fsdp)
+        meshes[pinned] = (3,)
+    for mesh, stages in meshes.items():
+        for zero, sequence in product(stages, _sequences(request, tensor)):
+            engine = _FSDP if zero else None
+            yield strategy.plan(request, mesh, engine=engine, zero=zero, sequence=sequence)
+
+
+def _sequences(request: PlanRequest, tensor: int) -> tuple[bool, ...]:
+    """Return whether tensor-parallel ranks divide tokens between their layers: as pinned, or both ways."""
+    if tensor == 1:
+        return (False,)
+    if "sequence" in request.pins.choices:
+        return (bool(request.pins.choices["sequence"]),)
+    return (False, True) if request.profile.divides_tokens and request.profile.tokens >= tensor else (False,)
 
 
 def _tensor_degrees(request: PlanRequest) -> Iterator[int]:
@@ -249,7 +253,11 @@ def _no_degree(request: PlanRequest) -> Refusal:
 STALE_WEIGHTS = (
     "gradients are one step stale (2BW): each step's are taken at the weights that the last update started from"
 )
-_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1), ("pipedream", 1))
+_INTERLEAVED = (2, 4, 8)  # chunks that are tried
+_SCHEDULES: tuple[tuple[str, tuple[int, ...]], ...] = (  # with their chunks; empty where several are possible
+    ("1f1b", (1,)), ("interleaved", ()), ("zero_bubble", (1,)), ("zbv", (2,)), ("gpipe", (1,)),
+    ("pipedream", (1,)),
+)  # fmt: skip
 
 
 def _propose_pipeline(strategy: Strategy, request: PlanRequest) -> _Proposals:
@@ -277,28 +285,30 @@ def _pipeline_plans(strategy: Strategy, request: PlanRequest, mesh: Mesh) -> Ite
     hybrid = (
         pinned and pinned.shard > 1 and pinned.data > 1 and replace(pinned, data=pinned.data_ranks, shard=1) == mesh
     )
-    for schedule, usual in _SCHEDULES:
-        chunks = choices.get("chunks", usual) if schedule == "interleaved" else usual
+    interleaved = (choices["chunks"],) if "chunks" in choices else _INTERLEAVED
+    each = [(schedule, chunks) for schedule, usual in _SCHEDULES for chunks in usual or interleaved]
+    for schedule, chunks in each:
         asked = schedule not in STREAMED_SCHEDULES or schedule == choices.get("schedule")
         if not asked or chunks * mesh.pipeline > request.profile.most_stages:
             continue
-        plain = strategy.plan(request, mesh, schedule=schedule, chunks=chunks)
-        yield plain.noted(STALE_WEIGHTS) if plain.streamed else plain
-        for zero in (1, 2) if mesh.data > 1 else ():
-            yield _sharded_plan(strategy, request, divided, zero, schedule=schedule, chunks=chunks)
-        if pinned and hybrid:
-            yield _sharded_plan(strategy, request, pinned, 2, schedule=schedule, chunks=chunks)
+        for sequence in _sequences(request, mesh.tensor):
+            plain = strategy.plan(request, mesh, schedule=schedule, chunks=chunks, sequence=sequence)
+            yield plain.noted(STALE_WEIGHTS) if plain.streamed else plain
+            if mesh.data > 1:
+                yield strategy.plan(request, divided, zero=1, schedule=schedule, chunks=chunks, sequence=sequence)
+            if pinned and hybrid:
+                yield strategy.plan(request, pinned, zero=1, schedule=schedule, chunks=chunks, sequence=sequence)
 
 
 def _stage_meshes(request: PlanRequest, tensor_degrees: Iterable[int]) -> list[Mesh]:
     """Return the meshes with several stages over all ranks. Raises Refusal where the model cannot run in stages."""
     _check_stages(request)
-    ranks, layers = request.ranks, request.profile.most_stages
+    ranks, layers = request.most_ranks, request.profile.most_stages
     found = [
-        Mesh(pipeline=stages, data=ranks // tensor // stages, tensor=tensor)
+        Mesh(pipeline=stages, data=data, tensor=tensor)
         for tensor in tensor_degrees
         for stages in _divisors(ranks // tensor)
-        if 1 < stages <= layers and not ranks % (tensor * stages)
+        if 1 < stages <= layers and (data := request.replicas_of(tensor * stages))
     ]
     if not found:
         reason = f"a model of {_layer_count_text(request)} cannot be divided for {ranks} ranks"
@@ -308,7 +318,7 @@ def _stage_meshes(request: PlanRequest, tensor_degrees: Iterable[int]) -> list[M
 
 def _check_stages(request: PlanRequest) -> None:
     """Refuse a model that cannot run in stages at all."""
-    request.check_several(request.ranks)
+    request.check_several(request.most_ranks)
     request.check_tpu()
     profile, mesh = request.profile, request.pins.mesh
     if profile.keras_backend:
@@ -626,7 +636,7 @@ _ALL = (
     ),
     Strategy(
         name="sharded", engines={"torch": _FSDP}, propose=_propose_sharded, offloads=True,
-        does="divides parameters, gradients and optimizer state: ZeRO-2, ZeRO-3, hybrid shard",
+        does="divides parameters, gradients and optimizer state: ZeRO-1 to 3, hybrid shard",
         when="state or parameters do not fit",
         like="FSDP2",
         layout="dp=4,zero=2",

@@ -22,7 +22,7 @@ from trainwright.strategies.torch.checkpoint.initial_weights import check_weight
 from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 from trainwright.strategies.torch.model_files import export
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
-from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
+from trainwright.strategies.torch.tensor_parallel.plan_search import divides_tokens, plan_layers
 from trainwright.strategies.torch.torch_compat import storage_key
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import ForwardTracer, meta_copy
@@ -90,9 +90,11 @@ def profile_model(
         _log.info("estimating operations from parameters, since tracing raised %s", trace)
         return replace(known, layers=_parameter_costs(model, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    split, indivisible = TensorParallelPlan(), ""
+    known, split = replace(known, heads=trace.heads, tokens=trace.tokens), TensorParallelPlan()
     if trace.division.blocks(trace.heads):
         split, indivisible = _planned_split(model, tensors, call, step, least)
+        tokens = divides_tokens(model, tensors, call, step, split, least)
+        known = replace(known, indivisible=indivisible, divides_tokens=tokens)
         whole = trace.division.weights(trace.heads) - _divided_weights(model, split)
         again = _first_traced(model, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
@@ -101,7 +103,7 @@ def profile_model(
     if inputs:
         layers = append_loss(layers, trace.calls[model].output / rows)
     uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
-    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
+    return replace(known, layers=layers, uncut=uncut)
 
 
 def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallNames) -> str:

@@ -31,10 +31,10 @@ PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "tp": (Mesh(tensor=2), "", 0, 0.62),
     "fsdp x tp": (Mesh(shard=2, tensor=2), "", 3, 0.33),
     "dp x fsdp x tp": (Mesh(data=2, shard=2, tensor=2), "", 3, 0.33),
-    "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 2, 0.33),
+    "fsdp x pp": (Mesh(pipeline=2, shard=2), "1f1b", 1, 0.33),
     "pp x tp": (Mesh(pipeline=2, tensor=2), "interleaved", 0, 0.42),
     "dp x pp x tp": (Mesh(pipeline=2, data=2, tensor=2), "gpipe", 0, 0.42),
-    "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 2, 0.22),
+    "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 1, 0.22),
 }
 
 LARGER = ("dp x fsdp x tp", "dp x pp x tp", "fsdp x tp", "pp x tp")  # eight ranks, or a part of a larger product

@@ -222,7 +222,7 @@ def test_a_state_goes_to_other_layouts_and_comes_from_them(pool: Pool) -> None:
     ("layout", "words"),
     [
         (replace(TWO, accumulation=1), "1 micro-batches for the 2 stages"),
-        (replace(TWO, mesh=Mesh(pipeline=2, shard=2), zero=2), "keeps two versions of a stage's weights"),
+        (replace(TWO, mesh=Mesh(pipeline=2, shard=2), zero=1), "keeps two versions of a stage's weights"),
     ],
 )
 def test_what_cannot_go_without_a_drain_is_refused_before_a_step(layout: Plan, words: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.support.conformance import problems, torch_case
 from tests.support.conformance.cases import CASES
@@ -32,6 +33,7 @@ LAYOUTS = {
     "parallel": (2, NAMED["torch-data-parallel"]),
     "three": (3, NAMED["torch-sharded"]),
     "two": (2, NAMED["torch-zero-2"]),
+    "summed": (2, NAMED["torch-zero-1"]),
     "hybrid": (4, NAMED["torch-hybrid-shard"]),
     "stages": (2, NAMED["torch-pipeline"]),
     "pipelines": (4, NAMED["torch-pipelines"]),
@@ -189,7 +191,26 @@ def trained(
         return reports[0], torch_case.state(world.files())
 
 
-@pytest.mark.parametrize("name", ["three", "hybrid"])
+class Looking(Blocks):
+    """Counts the forwards that find a block's parameters gathered already."""
+
+    def __init__(self, wide: torch.dtype = torch.float64) -> None:
+        super().__init__(wide=wide)
+        self.register_buffer("gathered", torch.zeros((), dtype=wide))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.gathered += not isinstance(self.layers[1][1].weight, DTensor)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(("name", "found"), [("summed", 6), ("two", 0)])
+def test_zero_1_gathers_once_a_step(pool: Pool, name: str, found: int) -> None:
+    _, state = trained(pool, name, Looking)
+    assert state["model.safetensors/gathered"] == found, "of twelve: two micro-batches in each of six steps"
+
+
+@pytest.mark.parametrize("name", ["three", "hybrid", "summed"])
 def test_tied_frozen_and_unused_parameters_are_those_of_one_device(pool: Pool, name: str) -> None:
     reports, state = trained(pool, name, Blocks)
     expected, whole = trained(pool, "one", Blocks)

@@ -43,6 +43,12 @@ def mosaicml(gpu: str) -> tuple[tw.Measurement, ...]:
     return tuple(_mosaicml(row) for row in table("mosaicml_mpt") if row["gpu"] == gpu)
 
 
+@cache
+def megatron(scheme: str) -> tuple[tw.Measurement, ...]:
+    """GPT of 175 and 530 billion parameters under `PTD-P` or `ZeRO-3`."""
+    return tuple(_megatron(row) for row in table("megatron_zero3") if row["scheme"] == scheme)
+
+
 def error(measured: Sequence[tw.Measurement], calibration: tw.Calibration | None = None) -> float:
     """Mean of |predicted / measured - 1|."""
     predicted = _predicted(measured, calibration)
@@ -76,6 +82,12 @@ def estimated(one: tw.Measurement, calibration: tw.Calibration) -> tw.Estimate:
     )
 
 
+def coverage(measured: Sequence[tw.Measurement], calibration: tw.Calibration) -> float:
+    """Share of the measured steps that lie in the interval that promises nine of ten."""
+    found = [(estimated(one, calibration), one.step_s) for one in measured]
+    return float(np.mean([one.low_s <= step_s <= one.high_s for one, step_s in found]))
+
+
 def split(
     measured: Sequence[tw.Measurement], count: int, seed: int
 ) -> tuple[list[tw.Measurement], list[tw.Measurement]]:
@@ -96,7 +108,7 @@ def _work(one: tw.Measurement) -> StepWork:
 
 
 @cache
-def _model(hidden: int, layers: int, heads: int, sequence: int, vocabulary: int, fused: bool) -> object:
+def _model(hidden: int, layers: int, heads: int, sequence: int, vocabulary: int, fused: bool) -> tw.ModelProfile:
     return tw.transformer_profile(
         hidden=hidden,
         layers=layers,
@@ -104,6 +116,7 @@ def _model(hidden: int, layers: int, heads: int, sequence: int, vocabulary: int,
         sequence=sequence,
         vocabulary=vocabulary,
         fused_attention=fused,
+        fused_loss=fused,
     )
 
 
@@ -137,6 +150,23 @@ def _mosaicml(row: dict[str, str]) -> tw.Measurement:
         batch_size=batch,
         precision="bf16",
         step_s=batch * sequence / float(row["tokens_per_s"]),
+    )
+
+
+def _megatron(row: dict[str, str]) -> tw.Measurement:
+    """A step that takes the operations of equation 3 there, at the published rate."""
+    layers, hidden, gpus, batch = (int(row[name]) for name in ("layers", "hidden", "gpus", "global_batch"))
+    sequence, vocabulary, parts = 2048, 51_200, int(row["model_parallel"])
+    share = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    flops = 96 * batch * sequence * layers * hidden**2 * share
+    layout = f"fsdp={gpus}" if row["scheme"] == "ZeRO-3" else f"dp={gpus // parts},tp=8,pp={parts // 8},schedule=1f1b"
+    return tw.Measurement(
+        profile=_model(hidden, layers, int(row["heads"]), sequence, vocabulary, False),
+        cluster=_cluster(f"{gpus // 8}x8xA100-80GB@1600Gb"),
+        plan=tw.Plan.parse(f"{layout},micro_batch={row['micro_batch']},recompute=full"),
+        batch_size=batch,
+        precision="fp16",
+        step_s=flops / (gpus * float(row["teraflops_per_gpu"]) * 1e12),
     )
 
 
@@ -209,18 +239,62 @@ def _speeds(rows: Sequence[tuple[str, float, float]]) -> tuple[Speed, ...]:
     return tuple(Speed(name=name, predicted=one / predicted, published=other / published) for name, one, other in rows)
 
 
+KNOWN = (0, 4, 8, 16, 32)  # rows
+_DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+_HEADING = "| published steps |"
+
+
+def sets() -> dict[str, tuple[tw.Measurement, ...]]:
+    """All published steps, by what they are of."""
+    mpt = {
+        "a100_40gb": "MPT, FSDP, 8 to 128 A100 40 GB", "a100_80gb": "MPT, FSDP, 8 to 64 A100 80 GB",
+        "h100_80gb": "MPT, FSDP, 8 to 512 H100",
+    }  # fmt: skip
+    return {
+        "GPT, Megatron-DeepSpeed, 2 and 4 A100": vtrain(VTRAIN_SMALL),
+        "the same on 64 to 512 A100": vtrain(VTRAIN_LARGE),
+        **{name: mosaicml(gpu) for gpu, name in mpt.items()},
+        "GPT, Megatron-LM, 384 to 2,240 A100": megatron("PTD-P"),
+        "the same under DeepSpeed's ZeRO-3": megatron("ZeRO-3"),
+    }
+
+
+def curve(measured: Sequence[tw.Measurement], count: int, draws: int = 20) -> tuple[float, float]:
+    """Error, and coverage of the interval, of the rows that are not known, mean over draws of `count` known ones."""
+    if not count:
+        return error(measured), coverage(measured, tw.Calibration())
+    drawn = [split(measured, count, seed) for seed in range(draws)]
+    found = [(tw.calibrate(known), rest) for known, rest in drawn]
+    errors = [error(rest, one) for one, rest in found]
+    covered = [coverage(rest[:: max(1, len(rest) // 40)], one) for one, rest in found[:5]]
+    return float(np.mean(errors)), float(np.mean(covered))
+
+
+def _table() -> list[str]:
+    """Lines of a table: the error, and in brackets the coverage, by the number of rows known."""
+    lines = [f"{_HEADING} steps | " + " | ".join(f"{count or 'no'} rows known" for count in KNOWN) + " |"]
+    lines.append("|---|" + "---|" * (1 + len(KNOWN)))
+    for name, rows in sets().items():
+        cells = [curve(rows, count) if count < len(rows) else None for count in KNOWN]
+        figures = ["-" if cell is None else f"{cell[0]:.1%} ({cell[1]:.0%})" for cell in cells]
+        lines.append(f"| {name} | {len(rows)} | {' | '.join(figures)} |")
+    return lines
+
+
 def main() -> None:
-    """Print how far the estimate is off, and how well it chooses, on each set: the figures of the README."""
+    """Write the table of errors into docs/planning.md, and print it with the figures of plans and speeds."""
+    lines = _table()
+    text = _DOCS.read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(text) if line.startswith(_HEADING))
+    last = next(number for number in range(first, len(text)) if not text[number].startswith("|"))
+    _DOCS.write_text("\n".join([*text[:first], *lines, *text[last:]]) + "\n", encoding="utf-8")
+    print("\n".join(lines))
     small, large = vtrain(VTRAIN_SMALL), vtrain(VTRAIN_LARGE)
-    mpt = [(f"MPT, FSDP, {name}", mosaicml(name)) for name in _CLUSTERS]
-    for name, rows in (("vTrain, 2 and 4 A100", small), ("vTrain, 64 to 512 A100", large), *mpt):
-        print(f"{name}: {len(rows)} rows, no row of it {error(rows):.1%}", end="")
-        for count in (8, 16):
-            drawn = [split(rows, count, seed) for seed in range(20)]
-            known = [(tw.calibrate(some), rest) for some, rest in drawn]
-            off, worse = np.mean([(error(rest, one), regret(rest, one)) for one, rest in known], axis=0)
-            print(f", {count} of them {off:.1%} (regret {worse:.1%})", end="")
-        print()
+    for count in (8, 16):
+        drawn = [split(small, count, seed) for seed in range(20)]
+        worse = np.mean([regret(rest, tw.calibrate(known)) for known, rest in drawn])
+        print(f"regret on 2 and 4 A100, {count} rows known: {worse:.1%}")
+    print(f"regret on 2 and 4 A100, no row known: {regret(small):.1%}")
     two = tw.calibrate([one for one in small if one.cluster.accelerators == 2])
     four = [one for one in small if one.cluster.accelerators == 4]
     print(f"fitted on 2 A100: 4 A100 {error(four, two):.1%} (regret {regret(four, two):.1%}), ", end="")

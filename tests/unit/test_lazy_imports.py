@@ -32,6 +32,7 @@ PUBLIC = {
     "calibrate",
     "estimate",
     "rank",
+    "profile_of",
     "transformer_profile",
     "Cluster",
     "InitialWeights",

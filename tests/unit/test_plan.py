@@ -167,17 +167,18 @@ def test_as_few_micro_batches_as_fit_in_memory() -> None:
     assert chosen.accumulation == 2 and chosen.mesh.data == 2
     assert decide(cluster, profile=wide, batch_size=32).chosen.accumulation == 1
     assert decide(cluster, profile=wide, batch_size=128, accumulation=8).chosen.accumulation == 8
-    with pytest.raises(PlanError, match="out of memory by 9"):
+    with pytest.raises(PlanError, match="out of memory by 10"):
         decide(cluster, profile=wide, batch_size=128, accumulation=1)
 
 
 def test_a_job_that_fits_nowhere_is_told_what_would_fit() -> None:
     huge = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=15 * 10**6, flops=1e10),) * 100)
-    with pytest.raises(PlanError, match=r"data_parallel: out of memory by 13\.2 GiB on stage 0"):
+    with pytest.raises(PlanError, match=r"data_parallel: out of memory by 14\.5 GiB on stage 0"):
         decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="data_parallel")
     asked = decide(tw.Cluster.parse("2xT4"), profile=huge, strategy="parameter_server").chosen
     assert asked.servers and asked.topology == "independent", "the optimizer's state is the servers'"
-    assert decide(tw.Cluster.parse("2xT4"), profile=huge).chosen.strategy == "sharded", "not unasked"
+    large = replace(huge, layers=(replace(PROFILE.layers[0], parameters=13 * 10**6, flops=1e10),) * 100)
+    assert decide(tw.Cluster.parse("2xT4"), profile=large).chosen.strategy == "sharded", "not unasked"
     normed = replace(PROFILE, inexact=("batch_norm",))
     wide = replace(normed, layers=(replace(PROFILE.layers[0], output_numbers=1e8, kept_numbers=1e8),))
     with pytest.raises(PlanError, match=r"-> use batch_size=32$"):
@@ -193,13 +194,13 @@ def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> No
     estimate = chosen.estimate
     assert estimate is not None and estimate.stage_memory_bytes[0] < 3.1 * 4 * 3 * 10**8
     assert estimate.terms["offload"] > 0.5 * 3 * 4 * 20 * 10**8 / 12e9 and estimate.terms["optimizer"] > 1.0
-    shallow = replace(deep, layers=(layer,) * 6)
+    shallow = replace(deep, layers=(layer,) * 4)
     assert not decide(two, profile=shallow).chosen.offload
     assert decide(two, profile=replace(deep, layers=(layer,) * 8)).chosen.text == "dp=2,zero=2,offload=1"
     pinned = decide(two, profile=shallow, plan="dp=2,zero=3,offload=1").chosen
     assert pinned.offload and "times as fast" in pinned.notes[-1]
     with pytest.raises(PlanError, match="out of the host's memory by"):
-        decide(two, profile=replace(deep, layers=(layer,) * 16))
+        decide(two, profile=replace(deep, layers=(layer,) * 14))
     with pytest.raises(PlanError, match=r"keep the model's state in host memory: plan='dp=2,zero=2,offload=1'"):
         decide(two, profile=shallow, plan="dp=2,zero=2")
     with pytest.raises(PlanError, match="it keeps the model's state on the device"):
@@ -221,18 +222,20 @@ def test_fp16_is_for_models_of_torch() -> None:
 def test_a_model_is_divided_only_where_it_does_not_fit_otherwise() -> None:
     layer = PROFILE.layers[0]
     huge = replace(PROFILE, layers=(replace(layer, parameters=15 * 10**6, flops=1e10),) * 100)
-    uncut = replace(huge, untraced="ValueError")
+    uncut = replace(huge, layers=(replace(layer, parameters=13 * 10**6, flops=1e10),) * 100, untraced="ValueError")
     chosen = decide(tw.Cluster.parse("2xT4"), profile=uncut).chosen
     assert (chosen.strategy, chosen.zero, chosen.mesh, chosen.recompute) == ("sharded", 3, Mesh(shard=2), "none")
     assert chosen.engine.endswith("fsdp:Sharded")
     fat = replace(PROFILE, layers=(replace(layer, parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12),))
     decision = decide(tw.Cluster.parse("2xT4"), profile=fat, workers=2)
     (why,) = [item.reason for item in decision.rejected if item.plan.strategy == "sharded"]
-    assert decision.chosen.strategy == "data_parallel" and "takes longer than predicted" in why
+    assert (
+        decision.chosen.strategy == "data_parallel"
+        and "divided only on accelerators, and where that is far quicker" in why
+    )
     assert decide(profile=fat, plan="dp=2,zero=2").chosen.zero == 2
     assert decide(profile=fat, plan="dp=2,fsdp=3").chosen.mesh == Mesh(data=2, shard=3)
-    with pytest.raises(PlanError, match="sharded: trainwright has no engine for it yet"):
-        decide(profile=fat, plan="dp=2,zero=1")
+    assert decide(profile=fat, plan="dp=2,zero=1").chosen.zero == 1
     assert decide(profile=fat, strategy="sharded", min_workers=2).chosen.mesh.shard > 1
     with pytest.raises(PlanError, match="room for one worker only now"):
         decide(tw.Cluster.parse("1xT4"), profile=fat, strategy="sharded", min_workers=1, max_workers=2)

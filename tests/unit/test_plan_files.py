@@ -45,8 +45,11 @@ def test_what_is_pinned_of_a_plan_is_kept() -> None:
     assert (lone.strategy, lone.accumulation) == ("one_device", 4)
     four = decide(plan="dp=4").chosen
     assert four.workers == 4 and four.text == "dp=4"
-    with pytest.raises(PlanError, match="trainwright has no engine for it yet"):
-        decide(GPUS, plan="dp=2,zero=1")
+    assert decide(GPUS, plan="dp=2,zero=1,accumulation=4").chosen.text == "dp=2,zero=1,accumulation=4"
+    with pytest.raises(PlanError, match="dp= is given twice"):
+        decide(plan="dp=2,dp=4")
+    with pytest.raises(PlanError, match="schedule=1f1b is of a pipeline, and the plan has one stage"):
+        decide(plan="dp=2,schedule=1f1b")
     with pytest.raises(PlanError, match="does not match plan='dp=2,chunks=3'"):
         decide(GPUS, plan="dp=2,chunks=3")
     with pytest.raises(PlanError, match="'dd' is no part of a plan"):

@@ -135,10 +135,10 @@ SPLIT = replace(
         ("dp=2,zero=2,tp=2", "fsdp:Sharded", 2),
         ("dp=2,fsdp=2,tp=2", "fsdp:Sharded", 3),
         ("pp=2,tp=2", "pipeline:Pipeline", 0),
-        ("pp=2,fsdp=2", "pipeline:Pipeline", 2),
-        ("pp=2,dp=2,fsdp=2", "pipeline:Pipeline", 2),
+        ("pp=2,fsdp=2", "pipeline:Pipeline", 1),
+        ("pp=2,dp=2,fsdp=2", "pipeline:Pipeline", 1),
         ("pp=2,dp=2,tp=2", "pipeline:Pipeline", 0),
-        ("pp=2,fsdp=2,tp=2", "pipeline:Pipeline", 2),
+        ("pp=2,fsdp=2,tp=2", "pipeline:Pipeline", 1),
     ],
 )
 def test_products_are_carried_out(text: str, engine: str, zero: int) -> None:

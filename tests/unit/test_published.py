@@ -10,9 +10,11 @@ from tests.support.published_measurements import (
     VTRAIN_LARGE,
     VTRAIN_SMALL,
     chosen_regret,
+    coverage,
     error,
     estimated,
     gpipe,
+    megatron,
     mosaicml,
     regret,
     split,
@@ -21,7 +23,10 @@ from tests.support.published_measurements import (
     vtrain,
 )
 from tests.support.torchgpipe_models import amoebanet, layered, resnet101, unet
-from trainwright.strategies.cost_model.memory_estimate import model_state_bytes
+from trainwright.strategies.cost_model.memory_estimate import model_state_bytes, stage_memory
+from trainwright.strategies.search.plan_ranking import USABLE
+
+MPT = ("a100_40gb", "a100_80gb", "h100_80gb")
 
 
 def test_zeros_table_of_model_states() -> None:
@@ -59,8 +64,57 @@ def test_fitted_on_2_devices_it_knows_4_and_a_cluster_of_512() -> None:
 def test_a_cluster_it_has_no_row_of() -> None:
     assert error(vtrain(VTRAIN_SMALL)) <= 0.15
     assert error(vtrain(VTRAIN_LARGE)) <= 0.15
-    for gpu in ("a100_40gb", "a100_80gb", "h100_80gb"):
+    for gpu in MPT:
         assert error(mosaicml(gpu)) <= 0.15, gpu
+
+
+def test_no_run_that_worked_is_called_out_of_memory() -> None:
+    runs = [*vtrain(VTRAIN_LARGE), *megatron("PTD-P"), *(one for gpu in MPT for one in mosaicml(gpu))]
+    for one in runs:
+        found = estimated(one, tw.Calibration())
+        assert max(found.stage_memory_bytes) <= USABLE * found.device_memory_bytes, (one.plan.text, one.batch_size)
+
+
+def test_a_loss_that_is_not_fused_holds_14_bytes_of_each_logit() -> None:
+    """As a published run did: 8 billion parameters and 32k tokens on one rank took 83.9 GiB."""
+    sizes: dict[str, int] = {"hidden": 4096, "layers": 2, "heads": 32, "sequence": 32_768, "vocabulary": 128_256}
+    plain, fused = (
+        stage_memory(
+            tw.transformer_profile(**sizes, fused_attention=True, fused_loss=which),  # type: ignore[arg-type]
+            tw.Plan.parse("fsdp=8,micro_batch=1,recompute=full"), batch_size=8, precision="bf16",
+        )[0]
+        for which in (False, True)
+    )  # fmt: skip
+    logits = 32_768 * 128_256
+    assert (plain - fused) / logits == pytest.approx(14 - 2, abs=0.1), "what is fused keeps the logits alone"
+
+
+def test_a_system_that_carries_out_zero_3_badly_lies_in_its_interval() -> None:
+    assert coverage(megatron("ZeRO-3"), tw.Calibration()) == 1.0
+    assert error(megatron("PTD-P")) <= 0.08 and coverage(megatron("PTD-P"), tw.Calibration()) == 1.0
+    pairs = zip(megatron("ZeRO-3"), megatron("PTD-P"), strict=True)
+    for sharded, staged in list(pairs)[1:3]:  # on as many accelerators
+        ours = [estimated(one, tw.Calibration()).step_s for one in (sharded, staged)]
+        assert (ours[0] > ours[1]) is (sharded.step_s > staged.step_s)
+
+
+def test_steps_of_another_cluster_do_not_narrow_the_interval() -> None:
+    one, other = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("32x8xH100-80GB")
+    profile = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
+
+    def width(cluster: tw.Cluster, plan: str, known: tw.Calibration) -> float:
+        found = tw.estimate(profile, cluster, tw.Plan.parse(plan), batch_size=1024, precision="bf16", calibration=known)
+        return found.high_s / found.low_s
+
+    about = {"profile": profile, "cluster": one, "batch_size": 64, "precision": "bf16"}
+    plans = [tw.Plan.parse(f"fsdp=8,micro_batch={size}") for size in (1, 2, 4)]
+    known = tw.calibrate(
+        [tw.Measurement(plan=plan, step_s=tw.estimate(plan=plan, **about).step_s, **about) for plan in plans]  # type: ignore[arg-type]
+    )
+    assert width(one, "fsdp=8,micro_batch=2", known) < 0.85 * width(one, "fsdp=8,micro_batch=2", tw.Calibration())
+    assert width(other, "fsdp=256,micro_batch=2", known) >= width(other, "fsdp=256,micro_batch=2", tw.Calibration())
+    more = tw.Cluster.parse("32x8xA100-80GB@100Gb")
+    assert width(more, "fsdp=256,micro_batch=2", known) > 2 * width(one, "fsdp=8,micro_batch=2", known), "between nodes"
 
 
 def test_a_cluster_it_has_8_rows_of() -> None:

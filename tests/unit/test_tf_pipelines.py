@@ -357,3 +357,4 @@ print(len(next(blocks)["i"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "256\n"), done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr

@@ -78,7 +78,8 @@ def max_in_flight(operations: list[Operation]) -> int:
 @given(pipelines())
 def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[str, int, int, int]) -> None:
     schedule, stages, micro_batches, chunks = case
-    plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks}")
+    plan = Plan.parse(f"pp=2,schedule={schedule or '1f1b'},chunks={chunks}")
+    plan = replace(plan, mesh=replace(plan.mesh, pipeline=stages))
     for stage, operations in enumerate(ordered(*case)):
         held = max_in_flight(operations)
         if stages > 1:
@@ -131,8 +132,9 @@ def test_the_order_of_a_fold_is_torchs() -> None:
 
 def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: str = "", layers: int = 12) -> StepWork:
     """Of equal layers, a sample a micro-batch."""
-    plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks},micro_batch=1{more}")
-    plan, profile = replace(plan, schedule=schedule), ModelProfile(framework="", layers=(BLOCK,) * layers)
+    plan = Plan.parse(f"pp=2,schedule={schedule or '1f1b'},chunks={chunks},micro_batch=1{more}")
+    plan = replace(plan, schedule=schedule, mesh=replace(plan.mesh, pipeline=stages))
+    profile = ModelProfile(framework="", layers=(BLOCK,) * layers)
     batch = micro_batches * plan.mesh.data_ranks
     return compute_step_work(profile, MACHINE, plan, batch_size=batch, precision="bf16")
 

@@ -39,7 +39,8 @@ from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
-from trainwright.strategies.search.plan_ranking import estimate_of
+from trainwright.strategies.search.plan_ranking import estimate_of, search_plans
+from trainwright.strategies.search.plan_request import PlanRequest
 
 GPT = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
 JOB = """
@@ -117,7 +118,8 @@ def test_a_small_model_is_quickest_on_a_part_of_the_cluster() -> None:
 @pytest.mark.parametrize("kind", ["A100-40GB", "T4"])
 def test_the_smallest_is_what_looking_at_every_size_finds(kind: str) -> None:
     cluster = tw.Cluster.parse(f"4x4x{kind}")
-    every = (size for size in every_size(cluster) if tw.rank(GPT, size, batch_size=512, precision="bf16"))
+    about = {"profile": GPT, "batch_size": 512, "precision": "bf16"}
+    every = (size for size in every_size(cluster) if search_plans(PlanRequest(cluster=size, **about)).plans)  # type: ignore[arg-type]
     assert asked(f"4x4x{kind}", aim="smallest").chosen.accelerators == next(every).accelerators
 
 
@@ -158,7 +160,7 @@ def test_a_batch_size_without_a_plan_is_said() -> None:
 
 def test_it_says_what_it_rests_on() -> None:
     text = repr(asked(mtbf_hours=50_000.0))
-    for said in ("64 A100-80GB", "predicted, not measured", "nine of ten", "GiB of 80 GiB", "goodput",
+    for said in ("64 A100-80GB", "predicted, not measured", "nine of ten", "GiB of 79.1 GiB", "goodput",
                  "with a checkpoint every", "$219.52 an hour", "compute", "Not chosen", "slower"):  # fmt: skip
         assert said in text, text
 
@@ -167,7 +169,7 @@ def test_a_model_that_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     with pytest.raises(PlanError) as raised:
         asked("2xT4", batch_size=16)
     assert "no plan fits" in str(raised.value) and "out of memory by" in str(raised.value)
-    assert str(raised.value).endswith("-> use 6 T4-16GB more")
+    assert str(raised.value).endswith("-> use 2 T4-16GB more")
     with pytest.raises(ResourceError, match="no data sheet"):
         asked("2x16xCPU")
 
@@ -264,8 +266,8 @@ def of_tag(picture: ET.Element, tag: str) -> list[ET.Element]:
 def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
     answer = asked("2x8xA100-80GB", batch_size=256, critical_batch=1e3, batch_sizes=(128,), mtbf_hours=5e4)
     html = answer._repr_html_()
-    for said in ("Step, by term", "Memory by stage, of 80 GiB", "One step", "Accelerators", "Batch sizes", "Not chosen",
-                 "predicted, not measured", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
+    for said in ("Step, by term", "Memory by stage, of 79.1 GiB", "One step", "Accelerators", "Batch sizes",
+                 "Not chosen", "predicted, not measured", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
         assert said in html, said
     whole = standalone_page(html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole

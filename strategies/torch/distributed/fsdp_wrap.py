@@ -2,7 +2,7 @@
 
 FSDP2 works in hooks around calls of modules. A pipeline stage starts and ends within a forward, so that it does not
 make all of these calls. So `StageShards` gathers its parameters before a step, sums the gradients of all micro-batches
-in them, and shards the sum at the end (ZeRO-2).
+in them, and shards the sum at the end (ZeRO-1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload:
     Args:
         model: on the CPU, the same on every rank; afterwards where the mesh is.
         mesh: of one dimension, or of replicas and shards.
-        zero: 3 gathers a block's parameters for forward and again for backward, 2 keeps them in between.
+        zero: 3 gathers a block's parameters for forward and again for backward, 1 and 2 keep them in between.
         offload: parts, gradients and the optimizer's state stay in the memory of the host.
         where: the rank, for errors.
 
@@ -90,7 +90,7 @@ def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[st
 
 
 class StageShards:
-    """The parameters of a pipeline stage, sharded between steps and gathered during a step (ZeRO-2).
+    """The parameters of a pipeline stage, sharded between steps and gathered during a step (ZeRO-1).
 
     Args:
         stage: the modules; they are divided.
@@ -102,7 +102,7 @@ class StageShards:
     """
 
     def __init__(self, stage: nn.Module, mesh: DeviceMesh, where: str) -> None:
-        fully_shard_model(stage, mesh, zero=2, offload=False, where=where)
+        fully_shard_model(stage, mesh, zero=1, offload=False, where=where)
         self._stage = stage
         states = [FsdpState(module) for module in fsdp_modules(stage)]
         for state in states:

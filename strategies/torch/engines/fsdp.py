@@ -1,8 +1,9 @@
-"""The engine of sharded data parallelism: torch's FSDP2 (ZeRO-2 and 3, and hybrid shard), over gloo or NCCL.
+"""The engine of sharded data parallelism: torch's FSDP2 (ZeRO-1 to 3, and hybrid shard), over gloo or NCCL.
 
-Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure there is a new
-process group, to which neither FSDP2's modules nor DTensors can change. So the job's function builds the model again,
-it is sharded again, and it takes over the tensors that this rank held.
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state. With ZeRO-1, parameters are
+gathered once a step, and the gradients of its micro-batches are added up whole and divided once. After a failure there
+is a new process group, to which neither FSDP2's modules nor DTensors can change. So the job's function builds the model
+again, it is sharded again, and it takes over the tensors that this rank held.
 
 FSDP2 matches the ranks' collectives by their order alone. Ranks that run different blocks, or another order, would get
 each other's parameters without an error; `_BlockCalls` records the order, and the ranks compare it. FSDP2 gives a
@@ -144,6 +145,7 @@ class Sharded(ShardedModelEngine):
     def __init__(self) -> None:
         super().__init__()
         self._calls: _BlockCalls | None = None
+        self._whole_gradients = False  # until the last micro-batch of a step (ZeRO-1)
         self._modules_hold_group = True
 
     def _drop_model(self) -> None:
@@ -162,6 +164,7 @@ class Sharded(ShardedModelEngine):
         if spec.compile == "inductor":
             compile_blocks(model, self._device)
         mesh = self._placed.device_mesh(self._device)
+        self._whole_gradients = plan.zero == 1
         fully_shard_model(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
         return slices
 
@@ -174,7 +177,7 @@ class Sharded(ShardedModelEngine):
         place = self._placed
         runner = _ShardedRunner(
             objective=Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks),
-            local=self._unreplicated,
+            local=self._before_the_last,
             calls=self._calls,
             place=place,
             others=place.data_groups,
@@ -192,14 +195,25 @@ class Sharded(ShardedModelEngine):
             reshard_model(self.replica.model)
 
     @contextmanager
-    def _unreplicated(self) -> Iterator[None]:
-        """Scatter gradients in every backward, and add those of replicas only in the last one."""
+    def _before_the_last(self) -> Iterator[None]:
+        """Leave out of a backward what the step's last one does for all micro-batches.
+
+        ZeRO-1 keeps gradients and parameters whole. Else gradients are scattered each time, and only those of replicas
+        are added in the last backward.
+        """
         root = fsdp_modules(self.replica.model)[0]
-        root.set_requires_all_reduce(False)
+        changed = (
+            (root.set_requires_gradient_sync, root.set_reshard_after_backward)
+            if self._whole_gradients
+            else (root.set_requires_all_reduce,)
+        )
+        for change in changed:
+            change(False)
         try:
             yield
         finally:
-            root.set_requires_all_reduce(True)
+            for change in changed:
+                change(True)
 
 
 def _run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:

@@ -571,6 +571,22 @@ def sequence_parallel_problem(
     return ""
 
 
+def divides_tokens(
+    model: nn.Module,
+    columns: Mapping[str, Tensor],
+    call: CallNames,
+    step: Any,
+    split: TensorParallelPlan,
+    rows: int,
+) -> bool:
+    """Return whether two ranks can divide the tokens between the divided layers of a model; see `plan_layers`."""
+    run = meta_runner(columns, call, step, rows)
+    try:
+        return bool(split.roles) and not sequence_parallel_problem(model, split, run, 2, "profile")
+    except JobError:
+        return False
+
+
 @dataclass(kw_only=True)
 class _MetaGroup(TensorParallelGroup):
     """One rank of a group without the others, on the meta device, where nothing is sent and no numbers are drawn."""

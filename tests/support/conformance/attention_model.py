@@ -60,7 +60,7 @@ LAYOUTS = {
     "sharded": plan(engine=f"{TORCH}.engines.fsdp:Sharded", mesh=Mesh(shard=2), zero=3),
     "hybrid": plan(engine=f"{TORCH}.engines.fsdp:Sharded", mesh=Mesh(data=2, shard=2), zero=3),
     "stages": plan(2, schedule="zero_bubble", cuts=("blocks.1.out",)),
-    "shards of stages": plan(2, schedule="1f1b", cuts=("blocks.1.out",), mesh=Mesh(pipeline=2, shard=2), zero=2),
+    "shards of stages": plan(2, schedule="1f1b", cuts=("blocks.1.out",), mesh=Mesh(pipeline=2, shard=2), zero=1),
 }
 Run = tuple[list[StepReport], dict[str, Any]]
 

@@ -148,6 +148,16 @@ CASES = (
         zero=3,
     ),
     Case(
+        name="torch-zero-1",
+        framework="torch",
+        engine="trainwright.strategies.torch.engines.fsdp:Sharded",
+        workers=(2,),
+        variant=True,
+        problems=("ragged", "clip", "weights", "empty_shares"),
+        copies=1,
+        zero=1,
+    ),
+    Case(
         name="torch-zero-2",
         framework="torch",
         engine="trainwright.strategies.torch.engines.fsdp:Sharded",
@@ -234,7 +244,7 @@ CASES = (
         copies=1,
         mesh=Mesh(pipeline=2, shard=2),
         schedule="1f1b",
-        zero=2,
+        zero=1,
     ),
     Case(
         name="torch-pp-x-tp",
