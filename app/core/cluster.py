@@ -177,6 +177,7 @@ def _normalized(kind: str) -> str:
 
 
 RAY_RESOURCES = ("GPU", "TPU")
+ANY_KIND = ("AUTO", "CPU", *RAY_RESOURCES)  # what a job's `accelerator=` may be beside a model of accelerator
 _PART = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?P<each>\d+)x?(?P<kind>[A-Za-z][\w-]*)(?:@(?P<network>\d+(?:\.\d+)?)Gb)?"
     r"(?:/(?P<region>[\w-]+))?(?P<spot>:spot)?"
@@ -320,6 +321,18 @@ class Cluster:
         """Return the nodes with an accelerator."""
         return Cluster(
             nodes=tuple(node for node in self.nodes if node.accelerator == accelerator and node.accelerators)
+        )
+
+    def of_kind(self, kind: str) -> Cluster:
+        """Return the nodes with a model of accelerator, in any spelling that the table knows."""
+        known = find_accelerator(kind)
+        return Cluster(
+            nodes=tuple(
+                node
+                for node in self.nodes
+                if node.accelerators
+                and (node.kind == kind or (known is not None and find_accelerator(node.kind) == known))
+            )
         )
 
     def without_accelerators(self) -> Cluster:

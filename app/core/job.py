@@ -213,7 +213,7 @@ class Scaling(_OptionGroup):
             with dropout). Where fewer workers cannot carry out the plan, they continue under another plan.
         max_workers: the run grows up to this number when there is room; by default `workers`.
         shrink_s: seconds to wait for missing workers before the others continue without them.
-        accelerator: `auto`, `cpu`, `gpu` or `tpu`.
+        accelerator: `auto`, `cpu`, `gpu`, `tpu`, or a model such as `A100-80GB`: its nodes alone are used.
         place_deadline_s: seconds to wait for the cluster to start the workers; by default 300, or 1,800 on a cluster
             that starts nodes on demand.
     """
@@ -222,7 +222,7 @@ class Scaling(_OptionGroup):
     min_workers: Annotated[int, Field(ge=1)] | None = None
     max_workers: Annotated[int, Field(ge=1)] | None = None
     shrink_s: Annotated[float, Field(gt=0)] = 30.0
-    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    accelerator: str = "auto"
     place_deadline_s: Annotated[float, Field(gt=0)] | None = None
 
     @property

@@ -67,6 +67,7 @@ class WorkerResources:
     cpus: float  # CPUs reserved from Ray for each worker; a fraction is allowed, so that Ray Data is never starved
     accelerators: int = 0  # accelerators reserved for each worker (0 on CPU)
     accelerator: str = ""  # name of Ray's resource, such as `GPU` or `TPU`; empty on CPU
+    kind: str = ""  # Ray's name of the accelerators' model, where the job asks for one
     threads: int = 1  # CPU threads each worker computes with
     # Ray's resource of the first host of a TPU slice, such as `TPU-v4-16-head`, which the first worker takes
     head: str = ""

@@ -26,6 +26,13 @@ class _Sizes:
     experts: int  # MLPs of a block
     active: int  # of them, that each token passes
 
+    def check(self) -> None:
+        """Raise ValueError for numbers that do not go together."""
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} do not divide heads={self.heads}")
+        if self.active > self.experts:
+            raise ValueError(f"active_experts={self.active} are more than experts={self.experts}")
+
 
 def transformer_profile(
     *,
@@ -76,14 +83,11 @@ def transformer_profile(
         raise ValueError("hidden, layers, heads, sequence, vocabulary, mlp, head and experts must be positive")
     if head is None and hidden % heads:
         raise ValueError(f"heads={heads} do not divide hidden={hidden}")
-    if heads % (kv_heads or heads):
-        raise ValueError(f"kv_heads={kv_heads} do not divide heads={heads}")
-    if active_experts > experts:
-        raise ValueError(f"active_experts={active_experts} are more than experts={experts}")
     sizes = _Sizes(
         sequence=sequence, hidden=hidden, heads=heads, kv_heads=kv_heads or heads, head=head or hidden // heads,
         mlp=mlp or 4 * hidden, gated=gated, experts=experts, active=active_experts,
     )  # fmt: skip
+    sizes.check()
     width, table = sequence * hidden, vocabulary * hidden
     block = _block(sizes, fused=fused_attention)
     first = _embedding(table + (0 if rotary else width), width)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.cluster import RAY_RESOURCES, Cluster, Node, find_accelerator
+from trainwright.core.cluster import ANY_KIND, RAY_RESOURCES, Cluster, Node, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
@@ -138,7 +138,17 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
 def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     """Return the part of the cluster that the job may use. Raises ResourceError for more workers than it can hold."""
     wanted = job.scaling.accelerator.upper()
-    if wanted in ("GPU", "TPU"):
+    if wanted not in ANY_KIND:
+        found = cluster.of_kind(job.scaling.accelerator)
+        if not found.nodes:
+            there = ", ".join(kind for kind in cluster.kinds if kind) or "no accelerator whose model is known"
+            raise ResourceError(
+                f"accelerator={job.scaling.accelerator!r}: the cluster has {there}",
+                where="accelerator",
+                remedy="name one of these, or use auto, gpu, tpu or cpu",
+            )
+        cluster = found
+    elif wanted in ("GPU", "TPU"):
         cluster = cluster.only(wanted)
         if not cluster.accelerators:
             raise ResourceError(
@@ -216,7 +226,7 @@ def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
         return ()
     ratio = estimate_of(chosen).target_s / steps[best]
     why = "the slowest add little" if is_asynchronous(chosen) else "all accelerators wait for the slowest"
-    return (f"{why}: the {best} alone are predicted {ratio:.1f} times as fast",)
+    return (f"{why}: the {best} alone are predicted {ratio:.1f} times as fast; accelerator={best!r} uses these",)
 
 
 def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
@@ -396,8 +406,11 @@ def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
 
 def accelerator_kind(cluster: Cluster, job: Job) -> str:
     """Return the accelerator that the job names, that is running, or that could be started; "" for CPUs."""
-    if job.scaling.accelerator != "auto":
-        return "" if job.scaling.accelerator == "cpu" else job.scaling.accelerator.upper()
+    wanted = job.scaling.accelerator.upper()
+    if wanted not in ANY_KIND:
+        return Cluster(nodes=(*cluster.nodes, *cluster.possible)).of_kind(job.scaling.accelerator).accelerator
+    if wanted != "AUTO":
+        return "" if wanted == "CPU" else wanted
     kinds = {node.accelerator for node in cluster.possible}
     return cluster.accelerator or next((name for name in RAY_RESOURCES if name in kinds), "")
 

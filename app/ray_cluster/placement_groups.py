@@ -18,6 +18,7 @@ from trainwright.core.plan import Plan, WorkerResources, slots_per_node, tensor_
 
 PLACED_WITHIN_S = 3.0  # Ray reserves free resources at once, unless its head is busy
 RETRY_PLACEMENT_S = 30.0  # before the next attempt
+_KIND_SHARE = 0.001  # each node has 1, and any number of workers may use it
 _NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
@@ -237,7 +238,14 @@ def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[s
         options["num_gpus"] = placement.accelerators
     elif placement.accelerator:
         options["resources"] = {placement.accelerator: placement.accelerators}
+    if placement.kind:
+        options["resources"] = {**options.get("resources", {}), **_of_kind(placement)}
     return options
+
+
+def _of_kind(placement: WorkerResources) -> dict[str, float]:
+    """Return a little of the resource that Ray gives nodes with a model of accelerator."""
+    return {f"accelerator_type:{placement.kind}": _KIND_SHARE} if placement.kind else {}
 
 
 def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
@@ -247,7 +255,7 @@ def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[st
     bundle = {"CPU": placement.cpus}
     if placement.accelerators:
         bundle[placement.accelerator] = float(placement.accelerators)
-    return bundle
+    return {**bundle, **_of_kind(placement)}
 
 
 def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.cluster import Cluster
+from trainwright.core.cluster import ANY_KIND, Cluster
 from trainwright.core.data import least_resources
 from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
@@ -46,6 +46,7 @@ class PlanRequest:
     own_step: bool = False  # the job's own step function calls the model
     offload: bool = False  # only plans that keep the model's state in host memory
     together: bool = False  # batch norms see the whole batch
+    kind: str = ""  # Ray's name of the accelerators' model that the job asks for
     data_cpus: float = 0.0  # that Ray Data needs at least
     replicated: tuple[str, ...] = ()  # options that need all of the model on each worker
     torch_option: str = ""  # an option that parameter servers and TensorFlow do not have; empty for none
@@ -86,6 +87,7 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
+            kind="" if job.scaling.accelerator.upper() in ANY_KIND else cluster.kinds[0],
             data_cpus=least_resources(
                 [data.source.needs for data in (job.train, job.evaluate) if data is not None], "CPU"
             ),
@@ -171,7 +173,7 @@ class PlanRequest:
     @cached_property
     def place(self) -> Callable[..., WorkerResources]:
         """`placement_for` on this cluster, cached for the thousands of plans."""
-        return cache(partial(placement_for, self.cluster, data_cpus=self.data_cpus))
+        return cache(partial(placement_for, self.cluster, data_cpus=self.data_cpus, kind=self.kind))
 
     def plan(
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
@@ -319,13 +321,16 @@ def worker_capacity(cluster: Cluster) -> int:
     return cluster.accelerators or int(cluster.cpus * _CPU_WORKERS_PER_CPU)
 
 
-def placement_for(cluster: Cluster, workers: int, devices: int = 1, data_cpus: float = 0.0) -> WorkerResources:
+def placement_for(
+    cluster: Cluster, workers: int, devices: int = 1, data_cpus: float = 0.0, kind: str = ""
+) -> WorkerResources:
     """Return the resources of each of `workers` actors with some devices; some CPU of each node is left for Ray Data.
 
     Servers count as workers here, and reserve a worker's share or less.
 
     Args:
         data_cpus: that Ray Data needs at least; the workers' threads are as many all the same.
+        kind: Ray's name of the accelerators' model; empty for any.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
@@ -337,6 +342,7 @@ def placement_for(cluster: Cluster, workers: int, devices: int = 1, data_cpus: f
         server_cpus=min(WorkerResources.server_cpus, max(0.01, share)),
         accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
+        kind=kind,
         threads=max(1, int(cpus // on_a_node)),
         data_cpus=reserved * nodes,
     )

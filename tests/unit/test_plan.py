@@ -14,6 +14,7 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError, PlanError, ResourceError
 from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.ray_cluster.placement_groups import node_bundles, worker_resources
 from trainwright.reporting.plan_view import plan_rows
 from trainwright.strategies.search.plan_request import placement_for
 
@@ -149,6 +150,15 @@ def test_accelerators_that_would_be_quicker_without_the_slow_ones_are_named() ->
     heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
     noted = decide(mixed, profile=heavy).chosen.notes[-1]
     assert "the H100-80GB alone are predicted" in noted and "wait for the slowest" in noted
+    assert noted.endswith("accelerator='H100-80GB' uses these")
+    decision = decide(mixed, profile=heavy, accelerator="H100")
+    assert decision.chosen.workers == 8 and decision.used.kinds == ("H100-80GB",)
+    assert decision.chosen.placement.kind == "H100-80GB" and not decision.chosen.notes
+    held = {"num_gpus": 1, "resources": {"accelerator_type:H100-80GB": 0.001}}
+    assert worker_resources(decision.chosen.placement).items() >= held.items()
+    assert node_bundles(decision.chosen.placement, (8,))[0]["accelerator_type:H100-80GB"] == pytest.approx(0.008)
+    with pytest.raises(ResourceError, match="accelerator='A100': the cluster has H100-80GB, T4-16GB"):
+        decide(mixed, profile=heavy, accelerator="A100")
     assert not decide(tw.Cluster.parse("8xH100-80GB"), profile=heavy).chosen.notes
 
 
