@@ -88,9 +88,8 @@ def transformer_profile(
         mlp=mlp or 4 * hidden, gated=gated, experts=experts, active=active_experts,
     )  # fmt: skip
     sizes.check()
-    width, table = sequence * hidden, vocabulary * hidden
-    block = _block(sizes, fused=fused_attention)
-    first = _embedding(table + (0 if rotary else width), width)
+    block, width = _block(sizes, fused=fused_attention), sequence * hidden
+    first = _embedding(vocabulary * hidden + (0 if rotary else width), width)
     last = _logits(sequence, hidden, vocabulary, tied=tied, fused=fused_loss)
     return ModelProfile(
         framework="", layers=(first, *(block,) * layers, last), heads=heads, tokens=sequence, divides_tokens=True
