@@ -141,11 +141,11 @@ def _step_terms(work: StepWork, rates: _Rates) -> dict[str, float]:
     """Return the seconds of a step by term; they add up to the step."""
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    again = work.layers.again * (forward + reduced)
+    again = work.layers.again * (forward + reduced[0])
     spent = {
         "compute": work.by_stage(work.layers.counts @ (forward + backward)),
         "recompute": work.by_stage(work.layers.counts @ again),
-        "tensor_parallel": work.by_stage(work.layers.counts @ ((2 + work.layers.regathered) * reduced)),
+        "tensor_parallel": work.by_stage(work.layers.counts @ sum(reduced)),
     }
     if work.guests:
         spent["teachers"] = work.by_stage(_loss_models(work, rates))
@@ -205,9 +205,9 @@ def stage_times(work: StepWork, rates: _Rates) -> StageTimes:
     """Return the seconds that `_step_terms` adds up, before any waiting."""
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    again = work.layers.counts @ (work.layers.again * (forward + reduced))
-    ahead = work.layers.counts @ (forward + reduced) + _loss_models(work, rates)
-    back = work.layers.counts @ (backward + (1 + work.layers.regathered) * reduced)
+    again = work.layers.counts @ (work.layers.again * (forward + reduced[0]))
+    ahead = work.layers.counts @ (forward + reduced[0]) + _loss_models(work, rates)
+    back = work.layers.counts @ (backward + reduced[1])
     whole = float(work.by_stage(ahead + back + again).max())
     return StageTimes(
         forward=ahead,
@@ -226,7 +226,7 @@ def layer_seconds(work: StepWork) -> Vector:
     rates = DEFAULT.efficiencies
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    found: Vector = forward + backward + 2 * reduced + work.layers.again * (forward + reduced)
+    found: Vector = forward + backward + sum(reduced) + work.layers.again * (forward + reduced[0])
     return found
 
 
@@ -266,14 +266,22 @@ def _soft_maximum(one: Vector, other: Vector) -> Vector:
     return found
 
 
-def _tensor(work: StepWork, rates: _Rates) -> Vector:
-    """Return the seconds of all-reduces in each layer's forward; backward has the same."""
+def _tensor(work: StepWork, rates: _Rates) -> tuple[Vector, Vector]:
+    """Return the seconds by which all-reduces lengthen each layer's forward, and its backward.
+
+    They take the device's time: where the host that launches operations is slower, they lengthen nothing.
+    """
     if work.tensor.size == 1:
-        return np.zeros_like(work.layers.flops_s)
+        return np.zeros_like(work.layers.flops_s), np.zeros_like(work.layers.flops_s)
     seconds = _all_reduce(work, work.tensor, rates, "tensor", np.ones(1))[0]
-    messages = work.layers.reductions * _messages(work.tensor, rates)
-    found: Vector = work.layers.reduced_bytes * seconds + messages
-    return found
+    reduced = work.layers.reduced_bytes * seconds + work.layers.reductions * _messages(work.tensor, rates)
+    device, told, weights = _forward_parts(work.layers, rates)
+    device_back, told_back = _BACKWARD * device + work.layers.passes * weights, _LAUNCHES_BACK * told
+    reduced_back = (1 + work.layers.regathered) * reduced
+    return (
+        _soft_maximum(device + reduced, told) - _soft_maximum(device, told),
+        _soft_maximum(device_back + reduced_back, told_back) - _soft_maximum(device_back, told_back),
+    )
 
 
 def _all_reduce(
