@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any, Literal
 
 import cloudpickle
@@ -53,6 +54,7 @@ ROWS = 5  # of the batch: few, and seldom the size of another dimension, for whi
 CPU_S = 5  # of the process, at most; its imports come on top where it shares none
 _IMPORTS_S = 12
 _DIVIDED_S = 1.0  # of CPU time for the rest of a trial, at most, before a loss is tried where the batch is divided
+_TIMED_S = 0.4  # of steps that are timed
 _WAIT_S = 30  # for its answer, on a machine that does other things too
 MOST_BYTES = 1 << 30  # of the model's weights
 _DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
@@ -78,6 +80,7 @@ class _Retry:
 
     rows: int = 0  # that the functions are tried on; 0 for those of the task
     layout: tuple[int, int] = (2, 1)  # data ranks and micro-batches of the plan
+    timed: bool = False  # steps are timed, and nothing else is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ class PreflightResult:
     error: TrainwrightError | None = None  # of the job's; None where nothing was wrong
     divided: TrainwrightError | None = None  # of a loss that depends on how the batch is divided, for plans that do so
     untried: str = ""  # why nothing can be said, or not of everything
+    step_s: float = 0.0  # of a step on one CPU, where it was asked for
 
 
 class Preflight:
@@ -105,6 +109,7 @@ class Preflight:
         self._why = _left_out(prepared, resume=resume)
         self._child: _TrialProcess | None = None
         self._task: TrialTask | None = None
+        self._answer: PreflightResult | None = None
         if self._why is None:
             self._task = task_of(prepared)
             self._start(self._task, start_method())
@@ -137,7 +142,7 @@ class Preflight:
         if self._task is None or self._child is None:
             return (f"the job's functions are not tried before the workers start: {self._why}",) if self._why else ()
         plan = decision.chosen
-        answer = self._child.answer()
+        answer = self._first_answer(self._child)
         micro_batches, rows = plan.micro_batches(plan.batch_size)
         layout = (plan.mesh.data_ranks, micro_batches)
         divided = answer.divided is not None and layout != (1, 1)
@@ -149,6 +154,20 @@ class Preflight:
             raise answer.error
         why = answer.untried or (headline(answer.error) if answer.error is not None else "")
         return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
+
+    def time_step(self, rows: int) -> float:
+        """Return the seconds of a step on this many rows, in one thread of this machine; 0 where it was not timed."""
+        if self._child is None or start_method() != "fork":  # another process would import a framework first
+            return 0.0
+        first = self._first_answer(self._child)
+        failed = first.error is not None or first.untried
+        return 0.0 if failed else self._child.answer(_Retry(rows=rows, timed=True)).step_s
+
+    def _first_answer(self, child: _TrialProcess) -> PreflightResult:
+        """Return what came of the task's rows."""
+        if self._answer is None:
+            self._answer = child.answer()
+        return self._answer
 
 
 def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
@@ -330,7 +349,7 @@ def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int
     with contextlib.suppress(EOFError, OSError):
         while True:
             signal.alarm(2 * _WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
-            answer = run_trial(task, retry.rows, retry.layout)
+            answer = _timed(task, retry.rows) if retry.timed else run_trial(task, retry.rows, retry.layout)
             signal.alarm(0)
             connection.send(answer)
             retry = connection.recv()
@@ -379,6 +398,25 @@ def run_trial(task: TrialTask, rows: int = 0, layout: tuple[int, int] = (2, 1)) 
         place = f"tried on {train.rows} rows before any worker started"
         each.where = place if each.where in ("", "rank 0") else f"{each.where}; {place}"
     return found
+
+
+def _timed(task: TrialTask, rows: int) -> PreflightResult:
+    """Time steps of the job on so many rows, repeated where there are fewer."""
+    try:
+        framework = framework_of(build_model(task.job.model))
+        engine, batch = _engine_of(task.job, _spec(task), framework, rows), _repeated(task.train, rows)
+        engine.warm(_feed(batch))
+        began_s = time.perf_counter()
+        spent: list[float] = []
+        for step in itertools.count():
+            at_s = time.perf_counter()
+            if len(spent) > 1 and at_s - began_s > _TIMED_S:
+                break
+            engine.train_step(replace(_feed(batch), step=step))
+            spent.append(time.perf_counter() - at_s)
+    except Exception as error:  # the steps of the run will tell
+        return PreflightResult(untried=f"{type(error).__name__}: {error}")
+    return PreflightResult(step_s=median(spent[1:]))
 
 
 def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:

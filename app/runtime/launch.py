@@ -55,7 +55,7 @@ def prepare_run(
         prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
         with Preflight(prepared, resume=resume) as trial:
             connected()
-            decision = decide_plan(prepared)
+            decision = decide_plan(prepared, trial.time_step)
             notes = [*notes, *trial.settle(decision)]
         if detached:
             detached_run = RemoteRunController(prepared, job, resume=resume, fresh=fresh)

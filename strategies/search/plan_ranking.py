@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from typing import TypedDict
 
 import numpy as np
@@ -263,7 +263,7 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     return kinds, *apart, *divided, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
-_RecomputeChoices = tuple[str, ...]  # of recomputation, from the quickest on
+_MemoryChoices = tuple[tuple[str, bool], ...]  # recomputation and sequence parallelism, from the quickest on
 
 
 class _EstimateOptions(TypedDict):
@@ -318,11 +318,11 @@ class _PlanSizer:
 
 
 def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
-    """Yield a proposal with every number of micro-batches and recomputation that may be best.
+    """Yield a proposal with every number of micro-batches and every way to save memory that may be best.
 
-    Recomputation is never faster, so it is tried only where memory does not suffice without it.
+    Recomputation and sequence parallelism are never faster, so they are tried only where memory does not suffice.
     """
-    counts, choices = _micro_batches(sized.question, plan), _recomputations(sized.question)
+    counts, choices = _micro_batches(sized.question, plan), _memory_choices(sized.question, plan.mesh.tensor)
     return (
         _pipeline_variants(sized, plan, counts, choices)
         if plan.mesh.pipeline > 1
@@ -331,11 +331,11 @@ def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
 
 
 def _unstaged_variants(
-    sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
+    sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _MemoryChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
-    """Yield the fewest micro-batches that fit, for each recomputation: without a pipeline fewer are never slower."""
-    for recompute in choices:
-        found = _first_fitting(sized, (_variant(plan, count, recompute) for count in counts))
+    """Yield the fewest micro-batches that fit, for each choice: without a pipeline fewer are never slower."""
+    for choice in choices:
+        found = _first_fitting(sized, (_variant(plan, count, choice) for count in counts))
         if found is not None:
             yield found
         if isinstance(found, Plan):
@@ -343,23 +343,22 @@ def _unstaged_variants(
 
 
 def _pipeline_variants(
-    sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
+    sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _MemoryChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
     """Yield pipelines from the smallest micro-batches on, until larger ones do not fit."""
     fits = False
     for count in reversed(counts):
-        tried = (_variant(plan, count, recompute) for recompute in choices)
-        found = _first_fitting(sized, tried)
+        found = _first_fitting(sized, (_variant(plan, count, choice) for choice in choices))
         if isinstance(found, Plan):
-            choices, fits = choices[choices.index(found.recompute) :], True
+            choices, fits = choices[choices.index((found.recompute, found.sequence)) :], True
         if isinstance(found, Plan) or (found is not None and not fits):
             yield found
         if isinstance(found, InfeasiblePlan) and found.missing_bytes:
             return
 
 
-def _variant(plan: Plan, count: int, recompute: str) -> Plan:
-    return replace(plan, accumulation=count, recompute=recompute)
+def _variant(plan: Plan, count: int, choice: tuple[str, bool]) -> Plan:
+    return replace(plan, accumulation=count, recompute=choice[0], sequence=choice[1])
 
 
 def _recomputes(profile: ModelProfile) -> bool:
@@ -377,7 +376,18 @@ def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | Infeasibl
     return found
 
 
-def _recomputations(question: PlanRequest) -> _RecomputeChoices:
+def _memory_choices(question: PlanRequest, tensor: int) -> _MemoryChoices:
+    """Return what to try, as pinned or both ways; only tensor-parallel ranks can divide tokens between their layers."""
+    pins, profile = question.pins.choices, question.profile
+    sequences: tuple[bool, ...] = (False,)
+    if tensor > 1 and "sequence" in pins:
+        sequences = (bool(pins["sequence"]),)
+    elif tensor > 1 and profile.divides_tokens and profile.tokens >= tensor:
+        sequences = (False, True)
+    return tuple(product(_recomputations(question), sequences))
+
+
+def _recomputations(question: PlanRequest) -> tuple[str, ...]:
     """Return the recomputations to try; `selective` only for models with attention scores, without inductor."""
     if "recompute" in question.pins.choices:
         return (question.pins.choices["recompute"],)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from math import ceil
 from typing import TypeAlias
 
@@ -39,7 +38,7 @@ _OWN, _REPLICAS, _ALONE = "in its layout", "in replicas", "on one device"  # whe
 class Strategy:
     """A way to divide training over workers.
 
-    The number of micro-batches and the recomputation are left to the ranking.
+    The number of micro-batches, the recomputation and sequence parallelism are left to the ranking.
 
     Attributes:
         name: as in a job's `strategy=`.
@@ -209,18 +208,8 @@ def _tensor_plans(strategy: Strategy, request: PlanRequest, tensor: int) -> Iter
     ):
         meshes[pinned] = (3,)
     for mesh, stages in meshes.items():
-        for zero, sequence in product(stages, _sequences(request, tensor)):
-            engine = _FSDP if zero else None
-            yield strategy.plan(request, mesh, engine=engine, zero=zero, sequence=sequence)
-
-
-def _sequences(request: PlanRequest, tensor: int) -> tuple[bool, ...]:
-    """Return whether tensor-parallel ranks divide tokens between their layers: as pinned, or both ways."""
-    if tensor == 1:
-        return (False,)
-    if "sequence" in request.pins.choices:
-        return (bool(request.pins.choices["sequence"]),)
-    return (False, True) if request.profile.divides_tokens and request.profile.tokens >= tensor else (False,)
+        for zero in stages:
+            yield strategy.plan(request, mesh, engine=_FSDP if zero else None, zero=zero)
 
 
 def _tensor_degrees(request: PlanRequest) -> Iterator[int]:
@@ -291,13 +280,12 @@ def _pipeline_plans(strategy: Strategy, request: PlanRequest, mesh: Mesh) -> Ite
         asked = schedule not in STREAMED_SCHEDULES or schedule == choices.get("schedule")
         if not asked or chunks * mesh.pipeline > request.profile.most_stages:
             continue
-        for sequence in _sequences(request, mesh.tensor):
-            plain = strategy.plan(request, mesh, schedule=schedule, chunks=chunks, sequence=sequence)
-            yield plain.noted(STALE_WEIGHTS) if plain.streamed else plain
-            if mesh.data > 1:
-                yield strategy.plan(request, divided, zero=1, schedule=schedule, chunks=chunks, sequence=sequence)
-            if pinned and hybrid:
-                yield strategy.plan(request, pinned, zero=1, schedule=schedule, chunks=chunks, sequence=sequence)
+        plain = strategy.plan(request, mesh, schedule=schedule, chunks=chunks)
+        yield plain.noted(STALE_WEIGHTS) if plain.streamed else plain
+        if mesh.data > 1:
+            yield strategy.plan(request, divided, zero=1, schedule=schedule, chunks=chunks)
+        if pinned and hybrid:
+            yield strategy.plan(request, pinned, zero=1, schedule=schedule, chunks=chunks)
 
 
 def _stage_meshes(request: PlanRequest, tensor_degrees: Iterable[int]) -> list[Mesh]:

@@ -222,7 +222,7 @@ def torchgpipe(name: str) -> tuple[Speed, ...]:
 
 def _torchgpipe_s(profile: tw.ModelProfile, stages: tuple[int, ...], count: int, batch: int, *, plain: bool) -> float:
     """A step in which all micro-batches but the last are computed again, or the only one; none where it is plain."""
-    text = f"pp={len(stages)},micro_batch={-(-batch // count)},schedule=gpipe"
+    text = f"micro_batch={-(-batch // count)}" + (f",pp={len(stages)},schedule=gpipe" if len(stages) > 1 else "")
     plan = replace(tw.Plan.parse(text), stages=stages if len(stages) > 1 else ())
     again = 0.0 if plain else max(count - 1, 1) / count
     none, full = (

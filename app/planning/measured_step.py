@@ -1,0 +1,101 @@
+"""A job's step on one CPU, timed before the plan is shown, so that the prediction is of this machine and not assumed.
+
+The time is kept for the machine: a job whose model, loss, optimizer and batch did not change is not timed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from trainwright.core.cluster import Cluster
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.planning.decision import Decision
+from trainwright.planning.job_description import select_fields
+from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
+from trainwright.strategies.search.plan_request import REPLICATED
+
+_FIELDS = ("model", "loss", "step", "optimizer", "precision", "compile", "clip_norm", "inputs", "targets")
+_MOST_KEPT = 200  # times in the file
+
+
+def predict_by_measuring(
+    decision: Decision, job: Job, description: Mapping[str, str], time_step: Callable[[int], float]
+) -> Decision:
+    """Return a decision whose chosen plan is predicted from a step on this machine, where its workers are like it.
+
+    Args:
+        description: of the job, as text.
+        time_step: returns the seconds of a step on so many rows in one thread; 0 where it cannot tell.
+    """
+    plan, cluster = decision.chosen, decision.used
+    alike = len(cluster.nodes) == 1 and not cluster.accelerators and plan.placement.threads == 1
+    if not alike or plan.strategy not in REPLICATED or job.training.compile == "inductor":
+        return decision
+    _, rows = plan.micro_batches(plan.batch_size)
+    key = _key(description, rows)
+    known = _read()
+    step_s = known.get(key) or time_step(rows)
+    if not step_s:
+        return decision
+    _write({**known, key: step_s})
+    one_cpu = Cluster(nodes=(replace(cluster.nodes[0], cpus=1.0),))
+    measured = Measurement(
+        profile=decision.profile, cluster=one_cpu, plan=Plan.parse(""), batch_size=rows, precision=plan.precision,
+        step_s=step_s,
+    )  # fmt: skip
+    found = estimate(
+        decision.profile, cluster, plan, batch_size=plan.batch_size, precision=plan.precision,
+        calibration=calibrate([measured]),
+    )  # fmt: skip
+    note = f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on one CPU of this machine"
+    chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
+    contenders = tuple(chosen if each is plan else each for each in decision.contenders)
+    return replace(decision, chosen=chosen, contenders=contenders)
+
+
+def _key(description: Mapping[str, str], rows: int) -> str:
+    """Return the key of a step: what it computes, with what, and on which machine."""
+    facts = {**select_fields(description, _FIELDS), "rows": str(rows), "torch": version("torch")}
+    facts |= {"machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line
+    return platform.processor()
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainwright" / "step_seconds.json"
+
+
+def _read() -> dict[str, float]:
+    """Return the times that are kept; none where the file is not readable or not one."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(_file().read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
+    return {}
+
+
+def _write(times: dict[str, float]) -> None:
+    """Keep the newest times; a machine without room for them measures again."""
+    kept = dict([*times.items()][-_MOST_KEPT:])
+    path = _file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(kept), encoding="utf-8")
+        part.replace(path)

@@ -1,0 +1,105 @@
+"""A prediction from a step that was timed on this machine, and where the time is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.support import torch_jobs
+from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
+from trainwright.planning.decision import Decision
+from trainwright.planning.job_description import describe
+from trainwright.planning.job_preparation import prepare
+from trainwright.planning.measured_step import predict_by_measuring
+from trainwright.runtime.function_trial import Preflight
+from trainwright.strategies.search.plan_ranking import estimate_of
+
+HEAVY = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e8),))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "trainwright" / "step_seconds.json"
+
+
+class Clock:
+    """Times steps as it is told to, and counts how often it was asked."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.asked: list[int] = []
+
+    def __call__(self, rows: int) -> float:
+        self.asked.append(rows)
+        return self.step_s
+
+
+def predicted(decision: Decision, clock: Clock, **fields: Any) -> Decision:
+    asked = job(**fields)
+    return predict_by_measuring(decision, asked, describe(asked), clock)
+
+
+def test_a_step_that_takes_longer_than_assumed_is_predicted_so(cache: Path) -> None:
+    before = decide(LAPTOP, profile=HEAVY)
+    assert before.chosen.strategy == "data_parallel" and before.chosen.mesh.data == 2
+    assumed = estimate_of(before.chosen)
+    slow = Clock(3 * assumed.terms["compute"])
+    found = predicted(before, slow)
+    estimate = estimate_of(found.chosen)
+    beside = assumed.step_s - assumed.terms["compute"]
+    assert slow.asked == [32] and estimate.step_s == pytest.approx(slow.step_s + beside, rel=0.15)
+    assert estimate.high_s / estimate.low_s < assumed.high_s / assumed.low_s
+    assert "predicted from a step of 32 rows, which took" in found.chosen.notes[-1]
+    again = Clock(1.0)
+    assert estimate_of(predicted(before, again).chosen) == estimate and not again.asked, "it is kept"
+    assert len(json.loads(cache.read_text())) == 1
+    predicted(before, again, loss=min)
+    assert again.asked == [32], "another loss is another step"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": "b"}'])
+def test_a_torn_file_is_measured_again(cache: Path, text: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(text)
+    clock = Clock(0.5)
+    found = predicted(decide(LAPTOP, profile=HEAVY), clock)
+    assert clock.asked and estimate_of(found.chosen).step_s > 0.4
+
+
+def test_a_step_that_could_not_be_timed_changes_nothing(cache: Path) -> None:
+    before = decide(LAPTOP, profile=HEAVY)
+    assert predicted(before, Clock(0.0)) is before and not cache.exists()
+
+
+def test_what_this_machine_says_nothing_of_is_not_timed() -> None:
+    clock = Clock(1.0)
+    for decision in (
+        decide(GPUS, profile=HEAVY),
+        decide(replace(LAPTOP, nodes=(*LAPTOP.nodes, replace(LAPTOP.nodes[0], name="b"))), profile=HEAVY),
+        decide(LAPTOP, profile=HEAVY, plan="dp=2,zero=2"),
+        decide(replace(LAPTOP, nodes=(replace(LAPTOP.nodes[0], cpus=8),)), profile=HEAVY, workers=2),
+    ):
+        assert predicted(decision, clock) is decision
+    assert not clock.asked
+
+
+def test_a_jobs_own_step_is_timed_by_the_process_that_tries_it(tmp_path: Path) -> None:
+    with Preflight(prepare(torch_jobs.job(tmp_path, preflight=True))) as trial:
+        few, many = trial.time_step(8), trial.time_step(4096)
+    assert 0 < few < many
+
+
+def test_a_job_that_fails_is_not_timed(tmp_path: Path) -> None:
+    def broken(model: object, batch: object) -> object:
+        raise RuntimeError("no loss")
+
+    with Preflight(prepare(torch_jobs.job(tmp_path, step=broken, preflight=True))) as trial:
+        assert trial.time_step(8) == 0.0
+        with pytest.raises(tw.TrainwrightError, match="no loss"):
+            trial.settle(decide(LAPTOP, profile=HEAVY))
