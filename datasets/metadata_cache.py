@@ -134,11 +134,11 @@ def run_cached(
     return value
 
 
-def cache_folder() -> Path:
-    """The folder of the local cache: `TRAINWRIGHT_CACHE`, else `trainwright` in the user's cache directory."""
+def cache_folder(kind: str = "indexes") -> Path:
+    """The folder of a local cache: in `TRAINWRIGHT_CACHE`, else in `trainwright` in the user's cache directory."""
     given = os.environ.get("TRAINWRIGHT_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(given or os.path.join(base, "trainwright")) / "indexes"
+    return Path(given or os.path.join(base, "trainwright")) / kind
 
 
 def _identity(reads: Sequence[object]) -> str:

@@ -149,6 +149,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_timed_steps() -> Iterator[None]:
+    """Jobs are not timed for long before their plan is shown: most jobs of tests are run once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainwright.runtime.function_trial._TIMED_S", 0.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def forked_workers() -> Iterator[None]:
     """Clusters of `tests.support.ray_clusters` have a process to fork their workers from."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainwright.core.cluster import Cluster
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
+from trainwright.datasets.metadata_cache import cache_folder
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import select_fields
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
@@ -78,7 +79,7 @@ def _cpu_name() -> str:
 
 
 def _file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainwright" / "step_seconds.json"
+    return cache_folder("steps") / "seconds.json"
 
 
 def _read() -> dict[str, float]:

@@ -24,8 +24,8 @@ HEAVY = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e8),))
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "trainwright" / "step_seconds.json"
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+    return tmp_path / "steps" / "seconds.json"
 
 
 class Clock:
