@@ -328,7 +328,8 @@ class _OpenIterator:
 
     def close(self) -> None:
         """Close the iterator, and wait up to END_S for the functions that it runs."""
-        if _open.pop(id(self), None) is not None:
+        if not self._asked.is_set():
+            _open.pop(id(self), None)
             self._asked.set()
             self._end.join(END_S)
 

@@ -147,7 +147,8 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     copied = layers.held(2) / layers.over(mesh.tensor) * (layers.flops > 0)  # by autocast, for each forward: products'
     cast = copied * width * (NUMBER_BYTES.get(own, 4) > width)
     loss = rows * 4.0 * layers.loss_numbers / layers.over(mesh.tensor)
-    half = loss / 4 * width * (width < 4)  # the model's outputs in half precision, beside what the loss made of them
+    # Published systems copy half-precision outputs to full precision before the loss; autocast does so within it.
+    half = loss / 4 * width * (width < 4 and not profile.framework)
     if not profile.trains:
         none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
         gathered_whole = parameter * held * (shared > 1)

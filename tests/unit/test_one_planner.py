@@ -19,14 +19,14 @@ KINDS = ("A100-80GB", "H100-80GB", "T4-16GB", "L4-24GB", "V100-16GB")
 
 
 def question(number: int) -> tuple[tw.ModelProfile, tw.Cluster, int]:
-    """A transformer of 10 million to 40 billion parameters, 1 to 64 accelerators, a batch of 1 to 2,048."""
+    """A transformer of 10 million to 40 billion parameters, 1 to 32 accelerators, a batch of 1 to 2,048."""
     draw = random.Random(number)
     hidden, layers = 2 ** draw.randint(8, 13), draw.choice((2, 4, 12, 24, 48))
     profile = tw.transformer_profile(
         hidden=hidden, layers=layers, heads=hidden // 64, sequence=draw.choice((128, 1024, 4096)),
         vocabulary=draw.choice((1000, 51_200)), fused_attention=draw.random() < 0.5,
     )  # fmt: skip
-    nodes, each = 2 ** draw.randint(0, 3), draw.choice((1, 2, 4, 8))
+    nodes, each = 2 ** draw.randint(0, 2), draw.choice((1, 2, 4, 8))
     network = draw.choice(("", "@25Gb", "@800Gb"))
     cluster = tw.Cluster.parse(f"{nodes}x{each}x{draw.choice(KINDS)}{network}")
     return profile, cluster, 2 ** draw.randint(0, 11)
@@ -48,7 +48,7 @@ def test_three_ways_to_ask_give_the_same_plan(part: int) -> None:
         found += 1
         fitted = choose(profile, cluster, job(batch_size=batch, precision="bf16")).chosen
         texts = {ranked[0].text, fitted.text}
-        if number // PARTS % 3 == 0:  # it looks at every size, which takes long
+        if number // PARTS % 5 == 0:  # it looks at every size, which takes long
             sizes = {one.accelerators: one.plan for one in what_if(profile, cluster, wishes).sizes}
             texts.add(sizes[cluster.accelerators].text)
         assert len(texts) == 1, (number, profile, str(cluster), batch, texts)
