@@ -148,7 +148,7 @@ def profile_of(prepared: PreparedJob) -> ModelProfile:
     return profile_job(prepared.job, prepared.job.train, prepared.train, prepared.weights)
 
 
-def decide_plan(prepared: PreparedJob, time_step: Callable[[int], float] = lambda rows: 0.0) -> Decision:
+def decide_plan(prepared: PreparedJob, time_step: Callable[[int, int], float] = lambda rows, workers: 0.0) -> Decision:
     """Choose the plan for the connected cluster.
 
     Args:

@@ -1,4 +1,4 @@
-"""A job's step on one CPU, timed before the plan is shown, so that the prediction is of this machine and not assumed.
+"""A job's step on a CPU, timed before the plan is shown, so that the prediction is of this machine and not assumed.
 
 The time is kept for the machine: a job whose model, loss, optimizer and batch did not change is not timed again.
 """
@@ -29,22 +29,23 @@ _MOST_KEPT = 200  # times in the file
 
 
 def predict_by_measuring(
-    decision: Decision, job: Job, description: Mapping[str, str], time_step: Callable[[int], float]
+    decision: Decision, job: Job, description: Mapping[str, str], time_step: Callable[[int, int], float]
 ) -> Decision:
     """Return a decision whose chosen plan is predicted from a step on this machine, where its workers are like it.
 
     Args:
         description: of the job, as text.
-        time_step: returns the seconds of a step on so many rows in one thread; 0 where it cannot tell.
+        time_step: returns the seconds of a step on so many rows, while so many processes take one; 0 where it cannot
+            tell.
     """
     plan, cluster = decision.chosen, decision.used
     alike = len(cluster.nodes) == 1 and not cluster.accelerators and plan.placement.threads == 1
     if not alike or plan.strategy not in REPLICATED or job.training.compile == "inductor":
         return decision
     _, rows = plan.micro_batches(plan.batch_size)
-    key = _key(description, rows)
+    key = _key(description, rows, plan.workers)
     known = _read()
-    step_s = known.get(key) or time_step(rows)
+    step_s = known.get(key) or time_step(rows, plan.workers)
     if not step_s:
         return decision
     _write({**known, key: step_s})
@@ -57,15 +58,23 @@ def predict_by_measuring(
         decision.profile, cluster, plan, batch_size=plan.batch_size, precision=plan.precision,
         calibration=calibrate([measured]),
     )  # fmt: skip
-    note = f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on one CPU of this machine"
+    together = f" while {plan.workers} processes took one" if plan.workers > 1 else ""
+    note = (
+        f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on a CPU of this machine{together}"
+    )
     chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
     contenders = tuple(chosen if each is plan else each for each in decision.contenders)
     return replace(decision, chosen=chosen, contenders=contenders)
 
 
-def _key(description: Mapping[str, str], rows: int) -> str:
+def _key(description: Mapping[str, str], rows: int, workers: int) -> str:
     """Return the key of a step: what it computes, with what, and on which machine."""
-    facts = {**select_fields(description, _FIELDS), "rows": str(rows), "torch": version("torch")}
+    facts = {
+        **select_fields(description, _FIELDS),
+        "rows": str(rows),
+        "workers": str(workers),
+        "torch": version("torch"),
+    }
     facts |= {"machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

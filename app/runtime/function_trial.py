@@ -55,6 +55,7 @@ CPU_S = 5  # of the process, at most; its imports come on top where it shares no
 _IMPORTS_S = 12
 _DIVIDED_S = 1.0  # of CPU time for the rest of a trial, at most, before a loss is tried where the batch is divided
 _TIMED_S = 0.4  # of steps that are timed
+_MOST_TIMED = 16  # processes that take steps for it
 _WAIT_S = 30  # for its answer, on a machine that does other things too
 MOST_BYTES = 1 << 30  # of the model's weights
 _DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
@@ -80,7 +81,7 @@ class _Retry:
 
     rows: int = 0  # that the functions are tried on; 0 for those of the task
     layout: tuple[int, int] = (2, 1)  # data ranks and micro-batches of the plan
-    timed: bool = False  # steps are timed, and nothing else is tried
+    timed: int = 0  # processes that take steps while those of one are timed, and nothing else is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +156,17 @@ class Preflight:
         why = answer.untried or (headline(answer.error) if answer.error is not None else "")
         return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
 
-    def time_step(self, rows: int) -> float:
-        """Return the seconds of a step on this many rows, in one thread of this machine; 0 where it was not timed."""
+    def time_step(self, rows: int, workers: int) -> float:
+        """Return the seconds of a step while so many processes of this machine take one; 0 where it was not timed.
+
+        Args:
+            rows: of each process, which has one thread.
+        """
         if self._child is None or start_method() != "fork":  # another process would import a framework first
             return 0.0
         first = self._first_answer(self._child)
         failed = first.error is not None or first.untried
-        return 0.0 if failed else self._child.answer(_Retry(rows=rows, timed=True)).step_s
+        return 0.0 if failed else self._child.answer(_Retry(rows=rows, timed=workers)).step_s
 
     def _first_answer(self, child: _TrialProcess) -> PreflightResult:
         """Return what came of the task's rows."""
@@ -349,7 +354,7 @@ def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int
     with contextlib.suppress(EOFError, OSError):
         while True:
             signal.alarm(2 * _WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
-            answer = _timed(task, retry.rows) if retry.timed else run_trial(task, retry.rows, retry.layout)
+            answer = _timed(task, retry.rows, retry.timed) if retry.timed else run_trial(task, retry.rows, retry.layout)
             signal.alarm(0)
             connection.send(answer)
             retry = connection.recv()
@@ -400,23 +405,53 @@ def run_trial(task: TrialTask, rows: int = 0, layout: tuple[int, int] = (2, 1)) 
     return found
 
 
-def _timed(task: TrialTask, rows: int) -> PreflightResult:
-    """Time steps of the job on so many rows, repeated where there are fewer."""
+def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
+    """Time steps of the job on so many rows, repeated where there are fewer, while other processes take them too.
+
+    CPUs that share a core or its memory are slower together.
+    """
+    others: list[int] = []
     try:
-        framework = framework_of(build_model(task.job.model))
+        known = build_model(task.job.model)
+        framework, size = framework_of(known), profiler_of(known).weight_bytes(known)
+        if size * workers > MOST_BYTES or workers > _MOST_TIMED:
+            return PreflightResult(untried="a step of so many processes would take too much memory")
         engine, batch = _engine_of(task.job, _spec(task), framework, rows), _repeated(task.train, rows)
         engine.warm(_feed(batch))
-        began_s = time.perf_counter()
-        spent: list[float] = []
-        for step in itertools.count():
-            at_s = time.perf_counter()
-            if len(spent) > 1 and at_s - began_s > _TIMED_S:
-                break
-            engine.train_step(replace(_feed(batch), step=step))
-            spent.append(time.perf_counter() - at_s)
+        for _ in range(workers - 1):
+            others.append(_stepping(engine, batch))
+        return PreflightResult(step_s=median(_step_times(engine, batch, _TIMED_S)[1:]))
     except Exception as error:  # the steps of the run will tell
         return PreflightResult(untried=f"{type(error).__name__}: {error}")
-    return PreflightResult(step_s=median(spent[1:]))
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _stepping(engine: Engine, batch: Batch) -> int:
+    """Fork a process that takes steps until it is killed, for a few seconds at most; return its id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(2 + int(10 * _TIMED_S))  # should this process be killed first
+            _step_times(engine, batch, math.inf)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _step_times(engine: Engine, batch: Batch, seconds: float) -> list[float]:
+    """Return the times of steps that take so many seconds together, two at least."""
+    began_s = time.perf_counter()
+    spent: list[float] = []
+    for step in itertools.count():
+        at_s = time.perf_counter()
+        if len(spent) > 1 and at_s - began_s > seconds:
+            break
+        engine.train_step(replace(_feed(batch), step=step))
+        spent.append(time.perf_counter() - at_s)
+    return spent
 
 
 def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:

@@ -35,7 +35,8 @@ class Clock:
         self.step_s = step_s
         self.asked: list[int] = []
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: int, workers: int) -> float:
+        assert workers == 2
         self.asked.append(rows)
         return self.step_s
 
@@ -91,8 +92,10 @@ def test_what_this_machine_says_nothing_of_is_not_timed() -> None:
 
 def test_a_jobs_own_step_is_timed_by_the_process_that_tries_it(tmp_path: Path) -> None:
     with Preflight(prepare(torch_jobs.job(tmp_path, preflight=True))) as trial:
-        few, many = trial.time_step(8), trial.time_step(4096)
-    assert 0 < few < many
+        few, many, together = (trial.time_step(rows, workers) for rows, workers in ((8, 1), (4096, 1), (4096, 3)))
+        assert trial.time_step(8, 1000) == 0.0, "which would take much memory"
+        assert trial.time_step(8, 1) > 0
+    assert 0 < few < many < 1.5 * together
 
 
 def test_a_job_that_fails_is_not_timed(tmp_path: Path) -> None:
@@ -100,6 +103,6 @@ def test_a_job_that_fails_is_not_timed(tmp_path: Path) -> None:
         raise RuntimeError("no loss")
 
     with Preflight(prepare(torch_jobs.job(tmp_path, step=broken, preflight=True))) as trial:
-        assert trial.time_step(8) == 0.0
+        assert trial.time_step(8, 1) == 0.0
         with pytest.raises(tw.TrainwrightError, match="no loss"):
             trial.settle(decide(LAPTOP, profile=HEAVY))
