@@ -420,6 +420,12 @@ def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
             where="plan",
             remedy="add pp=2 or more, or leave schedule= out",
         )
+    if given.get("zero", 0) > 1 and given.get("pp", 1) > 1:
+        raise PlanError(
+            f"zero={given['zero']}: a pipeline sums the gradients of all micro-batches whole, which is ZeRO-1",
+            where="plan",
+            remedy="use zero=1",
+        )
     numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
     most = 1 if numbers["pp"] > 1 else 3  # a pipeline gathers parameters and divides gradients once a step
     zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)

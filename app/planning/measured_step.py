@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.job import Job
+from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.datasets.metadata_cache import cache_folder
 from trainwright.planning.decision import Decision
@@ -39,11 +40,12 @@ def predict_by_measuring(
             tell.
     """
     plan, cluster = decision.chosen, decision.used
-    alike = len(cluster.nodes) == 1 and not cluster.accelerators and plan.placement.threads == 1
+    here = [node.name for node in cluster.nodes] == [platform.node()]
+    alike = here and not cluster.accelerators and plan.placement.threads == 1
     if not alike or plan.strategy not in REPLICATED or job.training.compile == "inductor":
         return decision
     _, rows = plan.micro_batches(plan.batch_size)
-    key = _key(description, rows, plan.workers)
+    key = _key(description, decision.profile, rows, plan.workers)
     known = _read()
     step_s = known.get(key) or time_step(rows, plan.workers)
     if not step_s:
@@ -63,11 +65,12 @@ def predict_by_measuring(
         f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on a CPU of this machine{together}"
     )
     chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
-    contenders = tuple(chosen if each is plan else each for each in decision.contenders)
+    own = (plan.strategy, plan.text)
+    contenders = tuple(chosen if (each.strategy, each.text) == own else each for each in decision.contenders)
     return replace(decision, chosen=chosen, contenders=contenders)
 
 
-def _key(description: Mapping[str, str], rows: int, workers: int) -> str:
+def _key(description: Mapping[str, str], profile: ModelProfile, rows: int, workers: int) -> str:
     """Return the key of a step: what it computes, with what, and on which machine."""
     facts = {
         **select_fields(description, _FIELDS),
@@ -75,7 +78,8 @@ def _key(description: Mapping[str, str], rows: int, workers: int) -> str:
         "workers": str(workers),
         "torch": version("torch"),
     }
-    facts |= {"machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
+    layers = [(layer.parameters, layer.flops, layer.kept_numbers) for layer in profile.layers]  # for this size of data
+    facts |= {"layers": repr(layers), "machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -44,8 +44,10 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     """
     if job.training.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
-    allowed, unknown = _known(usable_cluster(cluster, job))
-    question = PlanRequest.of(job, profile, allowed)
+    usable = usable_cluster(cluster, job)
+    allowed, unknown = _known(usable)
+    kind = "" if job.scaling.accelerator.upper() in ANY_KIND else usable.kinds[0]
+    question = replace(PlanRequest.of(job, profile, allowed), kind=kind)
     names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, search_plans(question)
     apart = job.planning.strategy is not None or _asks_async(pins)
@@ -146,6 +148,12 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
                 f"accelerator={job.scaling.accelerator!r}: the cluster has {there}",
                 where="accelerator",
                 remedy="name one of these, or use auto, gpu, tpu or cpu",
+            )
+        if len(found.kinds) > 1:
+            raise ResourceError(
+                f"accelerator={job.scaling.accelerator!r}: nodes have it as {' and as '.join(found.kinds)}",
+                where="accelerator",
+                remedy="Ray places workers by one name: start the nodes with the same resource accelerator_type:NAME",
             )
         cluster = found
     elif wanted in ("GPU", "TPU"):

@@ -165,8 +165,12 @@ class Preflight:
         if self._child is None or start_method() != "fork":  # another process would import a framework first
             return 0.0
         first = self._first_answer(self._child)
-        failed = first.error is not None or first.untried
-        return 0.0 if failed else self._child.answer(_Retry(rows=rows, timed=workers)).step_s
+        if first.error is not None or first.divided is not None or first.untried:  # which may have to be tried again
+            return 0.0
+        found = self._child.answer(_Retry(rows=rows, timed=workers))
+        if found.untried:
+            self._child.close()
+        return found.step_s
 
     def _first_answer(self, child: _TrialProcess) -> PreflightResult:
         """Return what came of the task's rows."""

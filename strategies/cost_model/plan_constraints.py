@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from numbers import Integral
 
 from trainwright.core.errors import PlanError, nearest
 from trainwright.core.model_profile import ModelProfile
@@ -14,7 +15,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 def check_request(batch_size: object, precision: object) -> None:
     """Raise PlanError unless steps can have this batch, a whole number of samples, and this precision."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1:
         raise PlanError(
             f"batch_size={batch_size!r} must be a whole number of samples, 1 or more",
             where="batch_size",

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.cluster import ANY_KIND, Cluster
+from trainwright.core.cluster import Cluster
 from trainwright.core.data import least_resources
 from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import SUMMED_BY, Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.core.plan import SUMMED_BY, Mesh, Plan, PlanConstraints, WorkerResources, tensor_workers
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
-            kind="" if job.scaling.accelerator.upper() in ANY_KIND else cluster.kinds[0],
             data_cpus=least_resources(
                 [data.source.needs for data in (job.train, job.evaluate) if data is not None], "CPU"
             ),
@@ -185,7 +184,7 @@ class PlanRequest:
             engine=engine,
             mesh=mesh,
             batch_size=self.batch_size,
-            placement=self.place(mesh.size // devices + beside, devices),
+            placement=self.place(mesh.size // devices + beside, devices, tensor_workers(mesh, devices)),
             servers=servers,
             accumulation=self.accumulation or 1,
             devices_per_worker=devices,
@@ -313,7 +312,7 @@ def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelP
         replace(layer, splits=bool(role), leads=role == "column", reductions=int(role in ("row", "vocabulary")))
         for layer, role in zip(profile.layers, roles, strict=True)
     )
-    return replace(profile, layers=tuple(layers), indivisible="")
+    return replace(profile, layers=tuple(layers), indivisible="", divides_tokens=False)
 
 
 def worker_capacity(cluster: Cluster) -> int:
@@ -322,19 +321,20 @@ def worker_capacity(cluster: Cluster) -> int:
 
 
 def placement_for(
-    cluster: Cluster, workers: int, devices: int = 1, data_cpus: float = 0.0, kind: str = ""
+    cluster: Cluster, workers: int, devices: int = 1, together: int = 1, *, data_cpus: float = 0.0, kind: str = ""
 ) -> WorkerResources:
     """Return the resources of each of `workers` actors with some devices; some CPU of each node is left for Ray Data.
 
     Servers count as workers here, and reserve a worker's share or less.
 
     Args:
+        together: workers that are placed on one node, and share its CPUs.
         data_cpus: that Ray Data needs at least; the workers' threads are as many all the same.
         kind: Ray's name of the accelerators' model; empty for any.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
-    on_a_node = max(1, -(-workers // nodes))
+    on_a_node = max(together, -(-workers // nodes))
     reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - 0.01 * on_a_node))
     share = int(100 * (cpus - reserved) / on_a_node) / 100
     return WorkerResources(

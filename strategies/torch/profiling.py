@@ -42,6 +42,7 @@ __all__ = ["check_weights", "export", "probe", "profile_model", "take_weights", 
 
 _log = logging.getLogger(__name__)
 _REASON = 300  # letters of an error that is shown
+_MOST_OUTSIDE = 0.1  # of the activations, that sequence parallelism would not divide
 _Sample = Mapping[str, npt.NDArray[Any]]
 _Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
@@ -100,10 +101,21 @@ def profile_model(
         trace = trace if isinstance(again, str) else again
     layers = merge_plain_layers(_mark_divided_spans(_costs(model, held, trace, rows), split))
     layers = _mark_blocks(model, layers)
+    known = replace(known, divides_tokens=known.divides_tokens and _mostly_between_sums(layers))
     if inputs:
         layers = append_loss(layers, trace.calls[model].output / rows)
     uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
     return replace(known, layers=layers, uncut=uncut)
+
+
+def _mostly_between_sums(layers: tuple[LayerCost, ...]) -> bool:
+    """Return whether most activations lie where sequence parallelism divides them: after the first sum over ranks."""
+    places = [place for place, layer in enumerate(layers) if layer.reductions]
+    if not places:
+        return False
+    outside = [*layers[: places[0]], *layers[places[-1] + 1 :]]
+    kept = sum(layer.kept_numbers for layer in layers)
+    return sum(layer.kept_numbers for layer in outside) <= _MOST_OUTSIDE * kept
 
 
 def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallNames) -> str:

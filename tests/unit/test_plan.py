@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from tests.support.planner_cases import GPUS, PROFILE, decide, job
+from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError, PlanError, ResourceError
-from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.plan import Mesh, Plan, WorkerResources, tensor_workers
 from trainwright.ray_cluster.placement_groups import node_bundles, worker_resources
 from trainwright.reporting.plan_view import plan_rows
 from trainwright.strategies.search.plan_request import placement_for
@@ -160,6 +160,31 @@ def test_accelerators_that_would_be_quicker_without_the_slow_ones_are_named() ->
     with pytest.raises(ResourceError, match="accelerator='A100': the cluster has H100-80GB, T4-16GB"):
         decide(mixed, profile=heavy, accelerator="A100")
     assert not decide(tw.Cluster.parse("8xH100-80GB"), profile=heavy).chosen.notes
+
+
+def test_a_model_of_accelerator_is_enforced_by_the_name_that_ray_has() -> None:
+    nodes = tuple(replace(node, kind=kind) for node, kind in zip(GPUS.nodes, ("MyGPU", "T4"), strict=True))
+    chosen = decide(Cluster(nodes=nodes), accelerator="MyGPU").chosen
+    assert chosen.placement.kind == "MyGPU" and chosen.workers == 1
+    spelled = tuple(replace(node, kind=kind) for node, kind in zip(GPUS.nodes, ("A100", "A100-80G"), strict=True))
+    with pytest.raises(ResourceError, match="nodes have it as A100 and as A100-80G"):
+        decide(Cluster(nodes=spelled), accelerator="A100")
+
+
+@pytest.mark.parametrize("cluster", ["2x8xH100-80GB", "4x8xA100-80GB@10Gb"])
+def test_ranks_that_divide_layers_fit_one_node_where_a_batch_fills_few(cluster: str) -> None:
+    whole = tw.transformer_profile(hidden=512, layers=4, heads=8, sequence=64, vocabulary=1000)
+    there = tw.Cluster.parse(cluster)
+    for text in ("tp=8", "dp=2,tp=4"):
+        chosen = decide(there, profile=whole, batch_size=2, plan=text).chosen
+        assert tensor_workers(chosen.mesh) * chosen.placement.cpus <= there.nodes[0].cpus, chosen.placement
+
+
+def test_a_small_batch_divides_no_model_that_one_cpu_holds() -> None:
+    whole = tw.transformer_profile(hidden=512, layers=4, heads=8, sequence=64, vocabulary=1000)
+    for cpus, batch in ((2, 1), (8, 1), (8, 3)):
+        there = Cluster(nodes=(replace(LAPTOP.nodes[0], cpus=cpus, memory_bytes=2**34),))
+        assert decide(there, profile=whole, batch_size=batch).chosen.strategy in ("one_device", "data_parallel")
 
 
 def test_what_nothing_is_known_of_is_used_and_said() -> None:

@@ -24,9 +24,13 @@ degree = st.integers(1, 4)
 def test_a_plan_in_words_says_all_that_is_chosen(
     p: int, d: int, s: int, t: int, zero: int, schedule: str, count: int, data: st.DataObject
 ) -> None:
+    if s == 1 or p > 1:
+        zero = int(s > 1)  # a pipeline has ZeRO-1 alone
+    else:
+        zero = max(zero, 1) if d == 1 else 3
     plan = Plan(
         strategy="x", engine="", batch_size=960, placement=WorkerResources(cpus=1), accumulation=count,
-        mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=0 if s == 1 else max(zero, 1) if d == 1 else 3,
+        mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=zero,
         schedule=schedule if p > 1 else "", chunks=2 if p > 1 and schedule == "interleaved" else 1,
         offload=data.draw(st.booleans()), recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
     )  # fmt: skip
@@ -46,6 +50,9 @@ def test_what_is_pinned_of_a_plan_is_kept() -> None:
     four = decide(plan="dp=4").chosen
     assert four.workers == 4 and four.text == "dp=4"
     assert decide(GPUS, plan="dp=2,zero=1,accumulation=4").chosen.text == "dp=2,zero=1,accumulation=4"
+    with pytest.raises(PlanError, match=r"zero=2: a pipeline sums .* whole, which is ZeRO-1") as caught:
+        decide(GPUS, plan="dp=2,pp=2,zero=2")
+    assert caught.value.remedy == "use zero=1"
     with pytest.raises(PlanError, match="dp= is given twice"):
         decide(plan="dp=2,dp=4")
     with pytest.raises(PlanError, match="schedule=1f1b is of a pipeline, and the plan has one stage"):
