@@ -24,10 +24,8 @@ degree = st.integers(1, 4)
 def test_a_plan_in_words_says_all_that_is_chosen(
     p: int, d: int, s: int, t: int, zero: int, schedule: str, count: int, data: st.DataObject
 ) -> None:
-    if s == 1 or p > 1:
-        zero = int(s > 1)  # a pipeline has ZeRO-1 alone
-    else:
-        zero = max(zero, 1) if d == 1 else 3
+    staged = p > 1  # a pipeline has ZeRO-1 alone
+    zero = int(s > 1) if s == 1 or staged else max(zero, 1) if d == 1 else 3
     plan = Plan(
         strategy="x", engine="", batch_size=960, placement=WorkerResources(cpus=1), accumulation=count,
         mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=zero,
