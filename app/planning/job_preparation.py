@@ -24,7 +24,7 @@ from trainwright.planning.alternative_layouts import is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import comparable, describe, description_changes
-from trainwright.planning.measured_step import predict_by_measuring
+from trainwright.planning.measured_step import predict_by_measuring, predict_from_past
 from trainwright.planning.planner import apply_plan_file, choose, expansions, growth_notes
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import discover
@@ -155,7 +155,8 @@ def decide_plan(prepared: PreparedJob, time_step: Callable[[int, int], float] = 
         time_step: as for `predict_by_measuring`; it is called where no such step of this machine is known.
     """
     decision = plan_for(prepared, discover(possible=True))
-    return predict_by_measuring(decision, prepared.job, prepared.description, time_step)
+    known = predict_from_past(decision, prepared.job, prepared.description, prepared.store)
+    return known or predict_by_measuring(decision, prepared.job, prepared.description, time_step)
 
 
 def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:

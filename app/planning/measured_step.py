@@ -1,6 +1,7 @@
-"""A job's step on a CPU, timed before the plan is shown, so that the prediction is of this machine and not assumed.
+"""Predict the chosen plan from measured steps: those of the run's past, else one that is timed before.
 
-The time is kept for the machine: a job whose model, loss, optimizer and batch did not change is not timed again.
+A step is timed on CPUs of this machine. The time is kept for the machine: a job whose model, loss, optimizer and batch
+did not change is not timed again.
 """
 
 from __future__ import annotations
@@ -16,17 +17,56 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.errors import StorageError
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.datasets.metadata_cache import cache_folder
 from trainwright.planning.decision import Decision
-from trainwright.planning.job_description import select_fields
+from trainwright.planning.job_description import comparable, select_fields
+from trainwright.reporting.plan_view import plan_from
+from trainwright.reporting.run_history import read_history
+from trainwright.storage.object_store import Store
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
+from trainwright.strategies.search.plan_ranking import is_asynchronous
 from trainwright.strategies.search.plan_request import REPLICATED
 
 _FIELDS = ("model", "loss", "step", "optimizer", "precision", "compile", "clip_norm", "inputs", "targets")
+_SIZES = ("batch_size", "accumulation", "train")
+_FEWEST_STEPS = 10  # of a run, for its median
 _MOST_KEPT = 200  # times in the file
+
+
+def predict_from_past(decision: Decision, job: Job, description: Mapping[str, str], store: Store) -> Decision | None:
+    """Return a decision whose chosen plan is predicted from the run's earlier steps under the same plan and cluster.
+
+    Args:
+        description: of the job, as text.
+
+    Returns:
+        None where there are too few such steps, or the job computes something else now.
+    """
+    plan = decision.chosen
+    try:
+        history = read_history(store, job.name)
+    except StorageError:  # of a run that never began; one that cannot be read is told by those who need it
+        return None
+    start = history.summary.start
+    before = plan_from(start.plan)
+    if (
+        before is None
+        or is_asynchronous(plan)
+        or (before.strategy, before.text, before.workers) != (plan.strategy, plan.text, plan.workers)
+        or start.cluster != str(decision.cluster)
+        or len(history.records) < _FEWEST_STEPS
+        or not {*_FIELDS, *_SIZES} <= start.job.keys()
+        or not comparable(start.job)
+        or select_fields(start.job, (*_FIELDS, *_SIZES)) != select_fields(description, (*_FIELDS, *_SIZES))
+    ):
+        return None
+    step_s = history.median_step_s
+    measured = _measurement(decision, plan, decision.used, plan.batch_size, step_s)
+    return _predicted(decision, measured, f"predicted from earlier steps of this run, which took {1e3 * step_s:.3g} ms")
 
 
 def predict_by_measuring(
@@ -52,18 +92,28 @@ def predict_by_measuring(
         return decision
     _write({**known, key: step_s})
     one_cpu = Cluster(nodes=(replace(cluster.nodes[0], cpus=1.0),))
-    measured = Measurement(
-        profile=decision.profile, cluster=one_cpu, plan=Plan.parse(""), batch_size=rows, precision=plan.precision,
-        step_s=step_s,
-    )  # fmt: skip
-    found = estimate(
-        decision.profile, cluster, plan, batch_size=plan.batch_size, precision=plan.precision,
-        calibration=calibrate([measured]),
-    )  # fmt: skip
+    measured = _measurement(decision, Plan.parse(""), one_cpu, rows, step_s)
     together = f" while {plan.workers} processes took one" if plan.workers > 1 else ""
     note = (
         f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on a CPU of this machine{together}"
     )
+    return _predicted(decision, measured, note)
+
+
+def _measurement(decision: Decision, plan: Plan, cluster: Cluster, batch_size: int, step_s: float) -> Measurement:
+    return Measurement(
+        profile=decision.profile, cluster=cluster, plan=plan, batch_size=batch_size,
+        precision=decision.chosen.precision, step_s=step_s,
+    )  # fmt: skip
+
+
+def _predicted(decision: Decision, measured: Measurement, note: str) -> Decision:
+    """Return the decision with an estimate of the chosen plan that a measurement calibrates, and a note of it."""
+    plan = decision.chosen
+    found = estimate(
+        decision.profile, decision.used, plan, batch_size=plan.batch_size, precision=plan.precision,
+        calibration=calibrate([measured]),
+    )  # fmt: skip
     chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
     own = (plan.strategy, plan.text)
     contenders = tuple(chosen if (each.strategy, each.text) == own else each for each in decision.contenders)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import pytest
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
+from trainwright.planning import measured_step
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import describe
 from trainwright.planning.job_preparation import prepare
-from trainwright.planning.measured_step import predict_by_measuring
+from trainwright.planning.measured_step import predict_by_measuring, predict_from_past
 from trainwright.runtime.function_trial import Preflight
+from trainwright.storage.object_store import open_store
 from trainwright.strategies.search.plan_ranking import estimate_of
 
 HEAVY = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e8),))
@@ -66,6 +69,37 @@ def test_a_step_that_takes_longer_than_assumed_is_predicted_so(cache: Path) -> N
     wide = replace(before, profile=replace(HEAVY, layers=(replace(HEAVY.layers[0], flops=8e8),)))
     predicted(wide, again)
     assert again.asked == [32, 32], "and so are longer samples"
+
+
+class Past:
+    """The history of a run of the same job, as `read_history` gives it."""
+
+    def __init__(self, decision: Decision, asked: tw.Job, steps: int = 50) -> None:
+        facts = {"plan": asdict(decision.chosen), "cluster": str(decision.cluster), "job": describe(asked)}
+        self.summary = SimpleNamespace(start=SimpleNamespace(**facts))
+        self.records, self.median_step_s = range(steps), 3 * estimate_of(decision.chosen).step_s
+
+
+def test_the_next_plan_is_predicted_from_the_runs_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked, store = decide(LAPTOP, profile=HEAVY), job(), open_store(str(tmp_path))
+    past = Past(before, asked)
+    monkeypatch.setattr(measured_step, "read_history", lambda store, run: past)
+    found = predict_from_past(before, asked, describe(asked), store)
+    assert found is not None
+    assert estimate_of(found.chosen).step_s == pytest.approx(3 * estimate_of(before.chosen).step_s, rel=0.05)
+    assert "predicted from earlier steps of this run, which took" in found.chosen.notes[-1]
+    for other in (job(loss=min), job(batch_size=32), job(precision="bf16")):
+        assert predict_from_past(before, other, describe(other), store) is None, "it computes something else"
+    assert predict_from_past(replace(before, cluster=GPUS), asked, describe(asked), store) is None
+    sharded = decide(LAPTOP, profile=HEAVY, plan="dp=2,zero=2")
+    assert predict_from_past(sharded, asked, describe(asked), store) is None
+    past = Past(before, asked, steps=9)
+    assert predict_from_past(before, asked, describe(asked), store) is None, "too few"
+
+
+def test_a_run_that_never_began_predicts_nothing(tmp_path: Path) -> None:
+    asked = job()
+    assert predict_from_past(decide(), asked, describe(asked), open_store(str(tmp_path))) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": "b"}'])
