@@ -298,7 +298,7 @@ def test_a_thousand_accelerators_take_about_a_second() -> None:
     trillion = tw.transformer_profile(hidden=25600, layers=128, heads=160, sequence=2048, vocabulary=51_200)
     begun = time.process_time()
     plans = tw.rank(trillion, tw.Cluster.parse("128x8xH100-80GB"), batch_size=3072, precision="bf16")
-    assert plans and time.process_time() - begun < 5.0, "measured: 0.4 s of one core"
+    assert plans and time.process_time() - begun < 5.0, "measured: 0.6 s of one core"
 
 
 def test_a_calibration_of_nothing_is_the_default_and_one_row_moves_it() -> None:
