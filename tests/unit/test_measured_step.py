@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,10 +132,20 @@ def test_what_this_machine_says_nothing_of_is_not_timed() -> None:
 
 
 def test_a_jobs_own_step_is_timed_by_the_process_that_tries_it(tmp_path: Path) -> None:
-    with Preflight(prepare(torch_jobs.job(tmp_path, preflight=True))) as trial:
-        few, many, together = (trial.time_step(rows, workers) for rows, workers in ((8, 1), (4096, 1), (4096, 3)))
-        assert trial.time_step(8, 1000) == 0.0, "which would take much memory"
-    assert 0 < few < min(many, together)
+    """In a fresh process: one in which TensorFlow works cannot be forked."""
+    program = """
+import sys
+from tests.support import torch_jobs
+from trainwright.planning.job_preparation import prepare
+from trainwright.runtime.function_trial import Preflight
+
+with Preflight(prepare(torch_jobs.job(sys.argv[1], preflight=True))) as trial:
+    print(*(trial.time_step(*each) for each in ((8, 1), (4096, 1), (4096, 3), (8, 1000))))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    few, many, together, too_many = map(float, done.stdout.split())
+    assert 0 < few < min(many, together) and too_many == 0.0, "a thousand processes would take much memory"
 
 
 def test_a_job_that_fails_is_not_timed(tmp_path: Path) -> None:
