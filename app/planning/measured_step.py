@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainwright.core.cluster import Cluster
@@ -87,10 +87,12 @@ def predict_by_measuring(
     _, rows = plan.micro_batches(plan.batch_size)
     key = _key(description, decision.profile, rows, plan.workers)
     known = _read()
-    step_s = known.get(key) or time_step(rows, plan.workers)
+    step_s = known.get(key, 0.0)
     if not step_s:
-        return decision
-    _write({**known, key: step_s})
+        step_s = time_step(rows, plan.workers)
+        if not step_s:
+            return decision
+        _write({**known, key: step_s})
     one_cpu = Cluster(nodes=(replace(cluster.nodes[0], cpus=1.0),))
     measured = _measurement(decision, Plan.parse(""), one_cpu, rows, step_s)
     together = f" while {plan.workers} processes took one" if plan.workers > 1 else ""
@@ -126,11 +128,18 @@ def _key(description: Mapping[str, str], profile: ModelProfile, rows: int, worke
         **select_fields(description, _FIELDS),
         "rows": str(rows),
         "workers": str(workers),
-        "torch": version("torch"),
+        "torch": _torch_version(),
     }
     layers = [(layer.parameters, layer.flops, layer.kept_numbers) for layer in profile.layers]  # for this size of data
     facts |= {"layers": repr(layers), "machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _torch_version() -> str:
+    """Return torch's version; empty where it was installed without its metadata."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version("torch")
+    return ""
 
 
 def _cpu_name() -> str:

@@ -1,7 +1,8 @@
 """Preflight: run a job's functions on a few rows in a process of their own, before any worker starts.
 
 Model, loss, step, optimizer, schedule and metrics run once on the CPU, through the engine of one device. What they
-raise ends the start in a second or two, before a run of that name has begun.
+raise ends the start in a second or two, before a run of that name has begun. Where the plan is for the CPUs of this
+machine, steps are then timed for a moment, to predict those of the run.
 
 The process is forked where that is safe, so that it shares the imports of this one, and it starts before the plan is
 chosen, so that `fit` seldom waits for it. Rows are read here: the other process touches neither the data nor the store.
