@@ -173,9 +173,9 @@ class Planning(_OptionGroup):
         probe: in runs that are long enough, measure plans with about equal predictions before the first step, and use
             the fastest. Measuring changes neither state, order nor randomness.
         preflight: try model, loss, optimizer, schedule and metrics on five rows before any worker starts, in a process
-            of its own on one CPU, so that errors in them show before the run starts. Callbacks are not called. The
-            trial is left out where a transform of the data is slow to open, where teachers run in the loss, inside Ray
-            Train, and for a resumed run; it is cut short for models of more than 1 GiB, or after 5 s of CPU time.
+            of its own on one CPU, so that errors show before the run starts. For workers on this machine's CPUs, steps
+            are then timed for 0.4 s. Callbacks are not called. Left out where a transform of the data is slow to open,
+            where teachers run in the loss, inside Ray Train, and for a resumed run; cut short after 5 s of CPU time.
         consistency: how far apart workers may be that step asynchronously against parameter servers: `sync` (one update
             a step from all workers, as on one device), `sync(backup=1)` (without the slowest worker, whose samples are
             used later), `ssp(3)` (no worker starts a step 4 ahead of the applied ones), `async` (each worker's part of
