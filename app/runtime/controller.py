@@ -409,6 +409,7 @@ class WorkerOutput:
         self._watched: tuple[int, Generation] | None = None
         self._speaker: tuple[int, int] | None = None  # the worker whose output is shown, and its rank
         self._polls: dict[int, list[Callable[[], None]]] = {}  # by worker that is asked: what waits for its answer
+        self._flushes = 0  # that were sent so far
 
     def restart_at(self, step: int) -> None:
         """Report steps after this one again, and choose the worker to poll anew."""
@@ -445,7 +446,7 @@ class WorkerOutput:
     def _ask_prints(self, speaker: tuple[int, int]) -> None:
         actor = self._workers.actor(speaker[0])
         if actor is not None and self._speaker == speaker:
-            poll = actor.printed.remote(_WATCH_S, self._lease.token)
+            poll = actor.printed.remote(_WATCH_S, self._flushes, self._lease.token)
             self._polls.setdefault(speaker[0], [])
             self._queue.then(poll, lambda done: self._spoke(speaker, done))
 
@@ -479,7 +480,8 @@ class WorkerOutput:
         if actor is None:
             then()
         else:
-            self._queue.then(actor.printed.remote(0.0, self._lease.token), told)
+            self._flushes += 1
+            self._queue.then(actor.printed.remote(0.0, self._flushes, self._lease.token), told)
 
     def _emit_output(self, rank: int, output: list[str | events.MediaLogged]) -> None:
         for item in output:

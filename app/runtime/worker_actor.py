@@ -159,9 +159,13 @@ class WorkerCalls:
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
 
     @ray.method(concurrency_group="life")
-    def printed(self, timeout_s: float, token: int) -> list[str | MediaLogged] | CallFailure:
-        """Return what the job printed and logged since the last call; wait a while for the first of it."""
-        return self._refusal(token) or self._prints.take(timeout_s)
+    def printed(self, timeout_s: float, flushes: int, token: int) -> list[str | MediaLogged] | CallFailure:
+        """Return what the job printed and logged since the last call; wait a while for the first of it.
+
+        Args:
+            flushes: calls that did not wait, of those that this driver has made so far.
+        """
+        return self._refusal(token) or self._prints.take(timeout_s, (token, flushes))
 
     @ray.method(concurrency_group="watch")
     def beat(self, token: int) -> CallFailure | None:
@@ -502,7 +506,8 @@ class PrintCapture:
         self._news = threading.Condition()
         self._lines: deque[str | MediaLogged] = deque(maxlen=MAX_LINES)
         self._open = ""  # the unfinished line
-        self._left_out = self._media_bytes = self._flushes = 0
+        self._left_out = self._media_bytes = 0
+        self._flushed = (0, 0)  # the last call that did not wait: the driver's token, and the number of such calls
         self._added = self._given = self._received = 0  # images and texts: so far, in answers, in the driver
         self._away = False  # whether the driver let one wait
         self._allowed, self._allowed_s = float(BURST_LINES), clock()
@@ -561,22 +566,24 @@ class PrintCapture:
             if not self._away:
                 self._away = not self._news.wait_for(lambda: self._received >= own, _RECEIPT_S)
 
-    def take(self, timeout_s: float) -> list[str | MediaLogged]:
+    def take(self, timeout_s: float, flush: tuple[int, int] = (0, 1)) -> list[str | MediaLogged]:
         """Return what came since the last call; lines are printable and without secrets.
 
         Args:
-            timeout_s: wait that long for the first of it, or until another call comes; 0 for the last call of a verb.
+            timeout_s: wait that long for the first of it, or until a later flush comes; 0 for a flush, which is the
+                last call of a verb.
+            flush: the driver's token, and its number of flushes so far. Calls arrive in any order: one that a flush
+                overtook does not wait, since the driver waits for its answer.
         """
         with self._news:
-            flushes = self._flushes
             self._received, self._away = self._given, False  # whoever calls again has the last answer
             self._news.notify_all()
             if not timeout_s:
                 self._tell_left_out()
-                self._flushes += 1
-            elif not self._news.wait_for(lambda: self._lines or self._flushes != flushes, timeout_s):
+                self._flushed = max(self._flushed, flush)
+            elif not self._news.wait_for(lambda: self._lines or self._flushed > flush, timeout_s):
                 return []
-            if timeout_s and self._flushes != flushes:
+            if timeout_s and self._flushed > flush:
                 return []  # the other call has taken it
             taken, self._lines, self._media_bytes = self._lines, deque(maxlen=MAX_LINES), 0
             self._given = self._added

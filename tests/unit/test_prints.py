@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -83,10 +84,24 @@ def test_whoever_waits_is_told_at_once() -> None:
 def test_the_last_call_of_a_verb_ends_the_waiting_of_the_other_one() -> None:
     prints = PrintCapture(io.StringIO())
     found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(prints.take(30.0)))
+    waiting = threading.Thread(target=lambda: found.append(prints.take(30.0, (1, 0))))
     waiting.start()
-    wait_for(lambda: prints.take(0.0) == [] and not waiting.is_alive())
+    wait_for(lambda: prints.take(0.0, (1, 1)) == [] and not waiting.is_alive())
     assert found == [[]]
+
+
+def test_a_call_that_the_last_call_of_a_verb_overtook_does_not_wait() -> None:
+    """The driver shows nothing before both have answered, and it may have sent the other one a moment before."""
+    prints = PrintCapture(io.StringIO())
+    print("evaluated", file=prints)
+    assert prints.take(0.0, (1, 1)) == ["evaluated"]
+    print("later", file=prints)
+    began = time.monotonic()
+    assert prints.take(60.0, (1, 0)) == [], "what came later is for the next call"
+    assert time.monotonic() - began < 30
+    assert prints.take(60.0, (1, 1)) == ["later"]
+    threading.Timer(0.05, lambda: print("hello", file=prints)).start()
+    assert prints.take(30.0, (2, 0)) == ["hello"], "the next driver counts from 0"
 
 
 def test_images_come_in_their_place_and_are_waited_for_until_the_driver_has_them(
@@ -123,10 +138,12 @@ class Poll:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, Future[Any]]] = []
+        self.flushes: list[int] = []
         self.printed = SimpleNamespace(remote=self._printed)
 
-    def _printed(self, timeout_s: float, token: int) -> Any:
+    def _printed(self, timeout_s: float, flushes: int, token: int) -> Any:
         answer: Future[Any] = Future()
+        self.flushes.append(flushes)
         self.asked.append((timeout_s, answer))
         return SimpleNamespace(future=lambda: answer)
 
@@ -145,6 +162,7 @@ def test_what_was_printed_before_an_answer_is_shown_before_it(first: str, ended:
     output.deliver(call, m.CallReturned(worker=0, generation=generation, verb="evaluate", value=None))
     (waited, poll), (at_once, flush) = actor.asked
     assert waited > 0 == at_once
+    assert actor.flushes == [0, 1], "the flush says that it is later, whichever comes first"
     lines: dict[str, Any] = {"poll": ["one"], "flush": ["two"]}
     answers = [("poll", poll), ("flush", flush)]
     for name, answer in answers if first == "poll" else answers[::-1]:
