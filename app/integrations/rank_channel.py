@@ -16,7 +16,7 @@ import threading
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,9 +61,10 @@ class _CallBroker:
         self._workers: dict[int, TrainWorker] = {}
         self._processes: dict[int, Any] = {}  # handles of Ray Train's actors
         self._changed = asyncio.Condition()
-        self._calls: defaultdict[int, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)  # by rank
-        self._answers: dict[int, tuple[int, asyncio.Future[Any]]] = {}  # by number of the call, with its rank
-        self._numbers = itertools.count()
+        self._calls: defaultdict[int, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)  # by rank, in order
+        self._early: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by rank and number: they overtook others
+        self._next: defaultdict[int, int] = defaultdict(int)  # by rank: the number of the next call
+        self._answers: dict[tuple[int, int], asyncio.Future[Any]] = {}  # by rank and number of the call
 
     async def register(self, worker: TrainWorker, process: Any) -> None:
         async with self._changed:
@@ -76,11 +77,14 @@ class _CallBroker:
             await self._changed.wait_for(lambda: len(self._workers) == self._size)
             return list(self._workers.values())
 
-    async def call(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the answer of a rank."""
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._answers[number] = rank, answer
-        self._calls[rank].put_nowait((number, method, arguments))
+    async def call(self, rank: int, number: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the answer of a rank, which gets its calls in the order of their numbers: Ray keeps none."""
+        answer = self._answers[rank, number] = asyncio.get_running_loop().create_future()
+        early = self._early[rank]
+        early[number] = (number, method, arguments)
+        while self._next[rank] in early:
+            self._calls[rank].put_nowait(early.pop(self._next[rank]))
+            self._next[rank] += 1
         return await answer
 
     async def next_call(self, rank: int) -> tuple[int, str, tuple[Any, ...]]:
@@ -88,8 +92,8 @@ class _CallBroker:
         call: tuple[int, str, tuple[Any, ...]] = await self._calls[rank].get()
         return call
 
-    async def answer(self, number: int, value: Any, error: TrainwrightError | None) -> None:
-        _, answer = self._answers.pop(number, (-1, None))
+    async def answer(self, rank: int, number: int, value: Any, error: TrainwrightError | None) -> None:
+        answer = self._answers.pop((rank, number), None)
         if answer is None:
             return  # of a rank that was given up
         answer.set_result(value) if error is None else answer.set_exception(error)
@@ -101,10 +105,8 @@ class _CallBroker:
                 await self._processes[rank].__ray_ready__.remote()
                 await asyncio.sleep(_PING_S)
         except RayError as error:
-            for number, (called, answer) in [*self._answers.items()]:
-                if called == rank:
-                    del self._answers[number]
-                    answer.set_exception(error)
+            for called in [called for called in self._answers if called[0] == rank]:
+                self._answers.pop(called).set_exception(error)
             raise
 
 
@@ -113,10 +115,14 @@ _BROKER_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(_CallBroker)
 
 
 class RankHandle:
-    """The process of a rank as the driver calls it: `handle.method.remote(...)`, like the handle of an actor."""
+    """The process of a rank as the driver calls it: `handle.method.remote(...)`, like the handle of an actor.
 
-    def __init__(self, broker: Any, rank: int) -> None:
-        self._broker, self._rank = broker, rank
+    Args:
+        numbers: of the calls of this rank, from 0 on.
+    """
+
+    def __init__(self, broker: Any, rank: int, numbers: Iterator[int]) -> None:
+        self._broker, self._rank, self._numbers = broker, rank, numbers
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=partial(self._remote, method))
@@ -124,7 +130,7 @@ class RankHandle:
     def _remote(self, method: str, *arguments: Any) -> Any:
         if method in ("live", "notice"):  # notices of preemption are Ray Train's
             return self._broker.live.remote(self._rank)
-        return self._broker.call.remote(self._rank, method, arguments)
+        return self._broker.call.remote(self._rank, next(self._numbers), method, arguments)
 
 
 class RankChannel:
@@ -132,6 +138,7 @@ class RankChannel:
 
     def __init__(self, broker: Any, rank: int, size: int) -> None:
         self._broker, self.rank, self._size = broker, rank, size
+        self._handles = [RankHandle(broker, each, itertools.count()) for each in range(size)]
 
     @classmethod
     def open(cls, group: PlacementGroup) -> RankChannel:
@@ -170,7 +177,7 @@ class RankChannel:
 
     def handle(self, rank: int) -> RankHandle:
         """Return the handle of a rank's process."""
-        return RankHandle(self._broker, rank)
+        return self._handles[rank]
 
     def send(self, message: Any) -> None:
         """Send a message from rank 0 to all other ranks."""
@@ -188,7 +195,7 @@ class RankChannel:
 
     def answer(self, number: int, value: Any = None, error: TrainwrightError | None = None) -> None:
         """Answer a call, or let it fail."""
-        self._ask(self._broker.answer.remote(number, value, error))
+        self._ask(self._broker.answer.remote(self.rank, number, value, error))
 
     def _tell(self, message: Any, ranks: range) -> list[Any]:
         data = cloudpickle.dumps(message)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainwright.core.errors import FencedError, TrainwrightError, WorkerLost
@@ -347,6 +347,7 @@ def exit_reason(error: BaseException | None) -> str:
     """What an error of Ray's about an actor means; its first line where that is not known. None: we ended it."""
     if error is None:
         return "killed by the driver"
-    text = str(error).strip()
+    told = error.cause if isinstance(error, RayTaskError) else error  # itself it begins with Ray's name of the call
+    text = str(told).strip()
     known = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
     return known or (text.splitlines()[0] if text else type(error).__name__)

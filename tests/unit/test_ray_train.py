@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -433,6 +435,28 @@ def test_a_step_can_be_interrupted_and_the_last_message_frees_the_worker(inbox: 
         inbox.calls.put((number, "told", (cloudpickle.dumps(message),)))
     assert [inbox.answers.get(timeout=20)[0] for _ in range(3)] == [4, 5, 6]
     assert heard == ["one", "two", done] and Rank.last.closed.is_set()
+
+
+def test_a_rank_gets_its_calls_in_the_order_in_which_they_were_made() -> None:
+    """Ray starts the calls of an asynchronous actor in any order; `begin` has to come before `hello`."""
+
+    async def made() -> list[Any]:
+        broker, numbers = rank_channel._CallBroker(1), itertools.count()
+        sent: list[Any] = []
+        handle = rank_channel.RankHandle(
+            SimpleNamespace(call=SimpleNamespace(remote=lambda *given: sent.append(given))), 0, numbers
+        )
+        for method in ("begin", "hello", "beat"):
+            getattr(handle, method).remote(method.upper())
+        calls = [asyncio.ensure_future(broker.call(*each)) for each in (sent[2], sent[1], sent[0])]
+        got = [await broker.next_call(0) for _ in calls]
+        for number, method, (argument,) in got:
+            await broker.answer(0, number, f"{method} {argument}", None)
+        return [got, await asyncio.gather(*calls)]
+
+    got, answers = asyncio.run(made())
+    assert [method for _, method, _ in got] == ["begin", "hello", "beat"]
+    assert answers == ["beat BEAT", "hello HELLO", "begin BEGIN"]
 
 
 @pytest.mark.parametrize("ends", ["channel", "message"])

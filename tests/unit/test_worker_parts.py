@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayTaskError
 
 import trainwright as tw
 from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
@@ -119,6 +120,7 @@ def test_a_death_is_told_in_words(text: str, words: str) -> None:
     found = exit_reason(RuntimeError(text))
     assert words in found and "\n" not in found
     assert exit_reason(None) == "killed by the driver"
+    assert exit_reason(RayTaskError("call", "a traceback", ValueError("no such file\nat all"))) == "no such file"
 
 
 def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
