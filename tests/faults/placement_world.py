@@ -1,14 +1,14 @@
 """A driver on a Ray cluster of its own: two replicas of two stages on two nodes, one of which is lost; see
 test_placement.py.
 
-A third node comes before the second one goes. Run as `python -m tests.faults.placement_world FOLDER`; each step
-leaves a mark of the rank and of the node on which it ran.
+A third node comes before the second one goes, while all ranks stand in one step. Run as `python -m
+tests.faults.placement_world FOLDER`; each step leaves a mark of the rank and of the node on which it ran.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from torch import nn
 
 import trainwright as tw
 from tests.support import torch_jobs
+from tests.support.processes import wait_for
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.ray_cluster.placement_groups import PlacementGroups
 
 CPUS = 3  # of each node: room for two workers, and one left for data
-LOSE_AT, SLOW_S = 8, 0.2  # so slow a step from there on leaves time for nodes to come and go
+LOSE_AT = 8
+RANKS = 4
 
 
 class Double(nn.Module):
@@ -51,14 +53,15 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def marking(marks: Path) -> Callable[[int, int], float]:
-    """A schedule, which every stage asks: it leaves marks, and dawdles while a node is to go."""
+    """A schedule, which every stage asks: it leaves marks, and one step waits until a node has gone."""
 
     def schedule(step: int, total: int) -> float:
         if torch.distributed.is_initialized():
-            (marks / f"rank-{torch_jobs.rank()}-{ray.get_runtime_context().get_node_id()}").touch()
-        if step >= LOSE_AT and not (marks / "lost").exists():
-            (marks / "under-way").touch()
-            threading.Event().wait(SLOW_S)
+            node = ray.get_runtime_context().get_node_id()
+            (marks / f"rank-{torch_jobs.rank()}-{node}").touch()
+            if step >= LOSE_AT and not (marks / "lost").exists():
+                (marks / f"waits-{os.getpid()}-{node}").touch()
+                wait_for((marks / "lost").exists, 100)
         return 1.0
 
     return schedule
@@ -76,7 +79,7 @@ def job(folder: Path, **fields: Any) -> tw.Job:
     }
     plan = {"plan": "dp=2,pp=2,schedule=1f1b,accumulation=2", "checkpoint_steps": 100, "keeper_s": 0, "spares": 0}
     return torch_jobs.job(
-        folder, **{**own, **plan, "schedule": marking(folder.parent), "workers": 4, "epochs": 8, **fields}
+        folder, **{**own, **plan, "schedule": marking(folder.parent), "workers": RANKS, "epochs": 8, **fields}
     )
 
 
@@ -87,13 +90,12 @@ def main(folder: Path) -> None:
     second = cluster.add_node(num_cpus=CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     run = tw.start(job(folder))
-    tick, patience = threading.Event(), 1800
-    while not (folder.parent / "under-way").exists():
-        tick.wait(0.05)
-        patience -= 1
-        assert patience, "no step within 90 s"
+    wait_for(lambda: len([*folder.parent.glob("waits-*")]) == RANKS, 90)
     cluster.add_node(num_cpus=CPUS)
+    going = [int(mark.name.split("-")[1]) for mark in folder.parent.glob(f"waits-*-{second.node_id}")]
+    assert len(going) == RANKS // 2
     cluster.remove_node(second, allow_graceful=False)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in going), 60)  # they took no other step
     (folder.parent / "lost").touch()
     assert run.wait(120), "no end"
     ray.shutdown()
