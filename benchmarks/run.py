@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from machine import facts, shared_cluster
 
 HERE = Path(__file__).resolve().parent
 SMOKE_DEADLINE_S = 600.0  # of each benchmark, on a machine that does much else
-SMOKE_CPUS = 5  # of the Ray cluster that smoke runs share: the most that one of them asks for
+SMOKE_CPUS = 10  # of the Ray cluster that smoke runs share: twice the most that one of them asks for
 
 _RUNNING: set[subprocess.Popen[bytes]] = set()
 
@@ -112,24 +113,28 @@ def _measure(names: Sequence[str]) -> list[str]:
 
 
 def _smoke(names: Sequence[str]) -> list[str]:
-    """Run the benchmarks that share a Ray cluster, and beside them the others; return those that failed."""
+    """Run two benchmarks at a time; return those that failed.
+
+    Those on Ray share a cluster: one of them runs beside one of the others, then two of what is left.
+    """
     on_ray = [name for name in names if BENCHMARKS[name].ray]
-    others = [name for name in names if not BENCHMARKS[name].ray]
+    left = deque([*on_ray, *(name for name in names if not BENCHMARKS[name].ray)])
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         stop = stack.enter_context(_stopping())
-        lanes = [pool.submit(_lane, others, {}, stop)]
         cluster = stack.enter_context(shared_cluster(SMOKE_CPUS)) if len(on_ray) > 1 else {}
-        lanes.append(pool.submit(_lane, on_ray, cluster, stop))
+        lanes = [pool.submit(_lane, take, cluster, stop) for take in (left.popleft, left.pop)]
         return [name for lane in lanes for name in lane.result()]
 
 
-def _lane(names: Sequence[str], environment: Mapping[str, str], stop: threading.Event) -> list[str]:
-    """Run one benchmark after the other, and print the figures of each; return those that failed."""
+def _lane(take: Callable[[], str], environment: Mapping[str, str], stop: threading.Event) -> list[str]:
+    """Run the benchmarks that `take` gives, one after the other, and print their figures; return those that failed."""
     failed = []
-    for name in names:
-        if stop.is_set():
+    while not stop.is_set():
+        try:
+            name = take()
+        except IndexError:
             break
-        if figures := _run(name, smoke=True, environment=environment):
+        if figures := _run(name, smoke=True, environment=environment if BENCHMARKS[name].ray else {}):
             print(table(figures), end="\n\n", flush=True)
         else:
             failed.append(name)
@@ -221,4 +226,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what is running, as Ctrl-C does
     sys.exit(main())

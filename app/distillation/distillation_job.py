@@ -27,10 +27,9 @@ from trainwright.strategies.distillation.multi_student import StudentModels
 from trainwright.tuning.parallel_runs import train_in_parallel
 
 if TYPE_CHECKING:
-    from trainwright.core.cluster import Cluster
-    from trainwright.core.plan import Plan
     from trainwright.core.soft_loss import SoftLoss
     from trainwright.datasets.data_source import Index
+    from trainwright.planning.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,17 +239,17 @@ def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> Non
     train_in_parallel(unique.values(), what="teachers", verbose=verbose)
 
 
-def check_actor_resources(data: Dataset, index: Index, job: Job, plan: Plan, cluster: Cluster) -> None:
+def check_actor_resources(data: Dataset, index: Index, job: Job, decision: Decision) -> None:
     """Raise ResourceError where the cluster has no CPUs or GPUs left for one actor of each teacher.
 
     Args:
         data: the training set with its teachers in actors, see `LoadedDistillation.with_actors`.
         index: of the training set.
         job: the students' job.
-        plan: of the students, whose workers get resources first.
-        cluster: the resources.
+        decision: with the plan of the students, whose workers get resources first.
     """
+    cluster, plan = decision.cluster, decision.chosen
     gpus = cluster.accelerators if cluster.accelerator == "GPU" else 0
-    free = {"CPU": plan.placement.data_cpus, "GPU": float(gpus - plan.workers * plan.placement.accelerators)}
+    free = {"CPU": decision.data_cpus, "GPU": float(gpus - plan.workers * plan.placement.accelerators)}
     pipeline = make_pipeline_spec(data, index, columns=job.columns, **job.ordering())
     allocate_actors([pipeline], free)

@@ -224,7 +224,7 @@ class DeliveryPlans:
             raise JobError(["cpus=0 and gpus=0 leave an actor of a teacher nothing to run on"])
         data = self.loaded.with_actors(self.job.train)
         decision = self._planned(self.profile, data)
-        check_actor_resources(data, self.index, self.job, decision.chosen, self.cluster)
+        check_actor_resources(data, self.index, self.job, decision)
         self._check_actor_memory(decision)
         return decision
 

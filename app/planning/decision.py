@@ -51,6 +51,12 @@ class Decision:
     used: Cluster  # the part of it that the job may use
     # plans to measure before the first step, the chosen one first; empty where none are measured
     contenders: tuple[Plan, ...] = ()
+    delivery: str = "direct"  # how the training rows reach the workers, `direct` or `ray_data`
+
+    @property
+    def data_cpus(self) -> float:
+        """CPUs for Ray Data: what the workers leave free on their nodes, and all of the other nodes."""
+        return self.chosen.placement.data_cpus + max(0.0, self.cluster.cpus - self.used.cpus)
 
     @property
     def timeline(self) -> str:

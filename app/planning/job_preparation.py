@@ -22,6 +22,7 @@ from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
 from trainwright.planning.alternative_layouts import is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.planning.data_delivery import deliver_by_measuring
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import comparable, describe, description_changes
 from trainwright.planning.measured_step import predict_by_measuring, predict_from_past
@@ -156,7 +157,8 @@ def decide_plan(prepared: PreparedJob, time_step: Callable[[int, int], float] = 
     """
     decision = plan_for(prepared, discover(possible=True))
     known = predict_from_past(decision, prepared.job, prepared.description, prepared.store)
-    return known or predict_by_measuring(decision, prepared.job, prepared.description, time_step)
+    decision = known or predict_by_measuring(decision, prepared.job, prepared.description, time_step)
+    return deliver_by_measuring(decision, prepared.job, prepared.train)
 
 
 def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:
@@ -188,7 +190,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
         notes.append(f"train= is delivered by Ray Data: {why}")
     if prepared.unused:
         notes.append(_unused(prepared.unused))
-    return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))
+    return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)), delivery=delivery)
 
 
 def _unused(names: Sequence[str]) -> str:

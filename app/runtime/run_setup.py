@@ -157,10 +157,13 @@ class RunSetup:
 
     def start_feeder(self) -> RayDataFeeder:
         """Start the delivery of data sets with heavy transforms by Ray Data."""
-        prepared, plan, cluster = self.prepared, self.decision.chosen, self.decision.cluster
+        prepared, plan, decision = self.prepared, self.decision.chosen, self.decision
         used = plan.workers * plan.placement.accelerators
-        gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
-        return RayDataFeeder(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
+        gpus = decision.cluster.accelerators - used if decision.cluster.accelerator == "GPU" else 0
+        return RayDataFeeder(
+            prepared.job, prepared.train, prepared.evaluate, cpus=decision.data_cpus, gpus=gpus,
+            delivery=decision.delivery,
+        )  # fmt: skip
 
     def started(self, token: int, *, fresh: bool) -> events.RunStarted:
         """Return the first event of a driver."""
@@ -229,12 +232,15 @@ class RayDataFeeder:
     Args:
         train, evaluate: indexes of the data sets.
         cpus, gpus: resources that the workers do not use.
+        delivery: of the training set; by default as the job and its data say.
 
     Raises:
         ResourceError: the transforms need more.
     """
 
-    def __init__(self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float) -> None:
+    def __init__(
+        self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float, delivery: str = ""
+    ) -> None:
         self._fetchers: dict[str, Any] = {}
         self._streams: Any = None
         self.rows: dict[str, Any] = {}  # by data set, the reader of its streamed rows
@@ -245,8 +251,8 @@ class RayDataFeeder:
         read: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
         if job.evaluate is not None and evaluate is not None:
             read["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
-        choice = job.data.delivery
-        delivered = {name: parts for name, parts in read.items() if delivery_of(parts[0], choice)[0] == "ray_data"}
+        choices = {"train": delivery or job.data.delivery, "evaluate": job.data.delivery}
+        delivered = {name: read[name] for name in read if delivery_of(read[name][0], choices[name])[0] == "ray_data"}
         heavy = {name: parts for name, parts in delivered.items() if parts[0].heavy or not parts[0].streamed}
         if heavy:
             from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery

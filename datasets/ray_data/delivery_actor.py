@@ -120,12 +120,13 @@ class DeliveryActor:
             shared.update(dict.fromkeys(slots, pool))
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         room_bytes = _AHEAD_SHARE * resources.get("object_store_memory", math.inf) / len(made)
-        self.feeders = [
-            DatasetDelivery(
-                number, recipe, stored[number], left, [shared[number, stage] for stage in recipe.on_actors], room_bytes
-            )
-            for number, recipe in enumerate(made)
-        ]
+        light = sum(not recipe.read_by_one for recipe in made)  # their readers hold CPUs side by side
+        shares = {name: amount / max(light, 1) for name, amount in left.items()}
+        self.feeders = []
+        for number, recipe in enumerate(made):
+            pools = [shared[number, stage] for stage in recipe.on_actors]
+            own = left if recipe.read_by_one else shares
+            self.feeders.append(DatasetDelivery(number, recipe, stored[number], own, pools, room_bytes))
 
     async def open(self) -> None:
         """Start the actors of all pools, so that they open while the workers do."""

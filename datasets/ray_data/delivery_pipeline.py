@@ -76,10 +76,14 @@ class PipelineSpec:
         slow = (number for number in range(1, count) if self.heavy(number).stateful)
         return range(next(slow, count), count)
 
+    @property
+    def read_by_one(self) -> bool:
+        """Whether one process reads: before heavy stages, so that what is decoded is decoded once, or in its order."""
+        return len(self.stages) > 1 or self.index.in_order
+
     def readers(self, free: Mapping[str, float]) -> int:
-        """Processes that read. One before heavy stages, so that what is decoded is decoded once; else one a CPU."""
-        alone = len(self.stages) > 1 or self.index.in_order
-        return 1 if alone else max(int(free["CPU"] + 1e-6), 1)
+        """Processes that read: one, or one a CPU."""
+        return 1 if self.read_by_one else max(int(free["CPU"] + 1e-6), 1)
 
     def heavy(self, stage: int) -> BatchMap:
         """The heavy transform that a stage, not the first one, begins with."""
@@ -171,6 +175,7 @@ def run_pipeline(
     loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
     """
     stages, waiting = _load_spec(recipe), iter(pieces)
+    readers = stages.readers(free)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     _disable_reservation(context)
@@ -179,8 +184,8 @@ def run_pipeline(
         data = read_datasource(
             _PlannedDatasource(recipe, part, gate),
             override_num_blocks=len(part),
-            compute=ActorPoolStrategy(size=stages.readers(free)),
-            num_cpus=0,
+            compute=ActorPoolStrategy(size=readers),
+            num_cpus=0 if readers == 1 else 1,  # several are where CPUs are free
         )
         for number in range(1, stages.on_actors.start):
             step = stages.heavy(number)

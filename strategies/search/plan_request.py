@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainwright.core.job import Job, Planning
 
 _RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
+_DEVICE_CPUS = 1.0  # that a worker with an accelerator keeps where Ray Data has work, as Ray Train's workers do
 _NO_PINS = PlanConstraints()
 _CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
 _BATCH_NORM = "batch_norm"  # among what differs from one device
@@ -87,9 +89,7 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
-            data_cpus=least_resources(
-                [data.source.needs for data in (job.train, job.evaluate) if data is not None], "CPU"
-            ),
+            data_cpus=_data_cpus(job, cluster),
             replicated=_replicated_options(job),
             torch_option=_torch_option(job),
             workers=job.scaling.workers or pinned,
@@ -259,6 +259,15 @@ class PlanRequest:
             raise Refusal(why, "give the job two workers or more")
 
 
+def _data_cpus(job: Job, cluster: Cluster) -> float:
+    """Return the CPUs that Ray Data needs at least; all that it can have where it works for accelerators."""
+    given = [data for data in (job.train, job.evaluate) if data is not None]
+    delivered = job.data.delivery == "ray_data" or any(data.streamed for data in given)
+    if cluster.accelerators and (delivered or (job.data.delivery == "auto" and any(data.heavy for data in given))):
+        return math.inf
+    return least_resources([data.source.needs for data in given], "CPU")
+
+
 def _async_choices(options: Planning) -> dict[str, Any]:
     """Return the plan's choices that a job's options for asynchronous training pin; nothing for options left out."""
     given: dict[str, Any] = {}
@@ -335,7 +344,8 @@ def placement_for(
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
     on_a_node = max(together, -(-workers // nodes))
-    reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - 0.01 * on_a_node))
+    kept = _DEVICE_CPUS if cluster.accelerators else 0.01
+    reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - kept * on_a_node))
     share = int(100 * (cpus - reserved) / on_a_node) / 100
     return WorkerResources(
         cpus=max(0.01, share),

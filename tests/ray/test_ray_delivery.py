@@ -17,9 +17,13 @@ import numpy as np
 import pytest
 import ray
 
+import trainwright as tw
+from tests.support import torch_jobs
 from tests.support.fetched_streams import BATCH, OPTIONS, ROWS, check, stream
+from tests.support.finished_runs import final_state, told
 from tests.support.processes import ROOT
 from tests.support.streams import collect
+from trainwright.core import events
 from trainwright.core.data import Feed
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.core.pickling import dumps, loads
@@ -30,6 +34,7 @@ from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
 from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart
 from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
+from trainwright.planning import data_delivery
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -339,3 +344,22 @@ def test_a_function_that_asks_for_a_gpu_gets_one(forked_workers: None) -> None:
     assert done.stdout.split() == ["{1}"], done.stderr
     with pytest.raises(ResourceError, match="asks for 1 GPUs and 0 are left for Ray Data"):
         feeder(dataset().map_batches(heavy, gpus=1))
+
+
+def late(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    time.sleep(0.005)
+    return row
+
+
+def test_a_run_whose_workers_could_not_transform_in_time_is_delivered_by_ray_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one CPU beside the workers here. The run computes what one with `delivery="direct"` does."""
+    monkeypatch.setattr(data_delivery, "_GAIN", 0.4)
+    data = table(torch_jobs.data()).map(late)
+    for how in ("auto", "direct"):
+        tw.fit(torch_jobs.job(tmp_path / how, train=data, epochs=1, delivery=how))
+        (start,) = told(tmp_path / how, "faulty", events.RunStarted)
+        notes = [note for note in start.plan["notes"] if "delivered by Ray Data" in note]  # type: ignore[attr-defined]
+        assert len(notes) == (how == "auto") and all("transforming the rows of a step takes" in note for note in notes)
+    assert final_state(tmp_path / "auto", "faulty") == final_state(tmp_path / "direct", "faulty")
