@@ -16,6 +16,7 @@ class LayerCost:
         parameters: number of parameters.
         parameter_bytes: their size as stored.
         flops: floating-point operations of one forward pass of one sample.
+        fused_flops: of these, those of a fused attention kernel, which runs slower than other products.
         output_numbers: size of its output for one sample.
         cut_numbers: sent to the next pipeline stage by a cut behind it, for one sample: everything that later layers
             need; 0 where that is its output.
@@ -40,6 +41,7 @@ class LayerCost:
     parameters: int
     parameter_bytes: int
     flops: float
+    fused_flops: float = 0.0
     output_numbers: float = 0.0
     cut_numbers: float = 0.0
     kept_numbers: float = 0.0

@@ -71,8 +71,7 @@ def transformer_profile(
             parameters, gradients and optimizer state; operations and activations are those of the active ones.
         rotary: whether positions are no parameters.
         tied: whether the logits use the embedding's parameters.
-        fused_attention: whether a kernel such as FlashAttention (Dao et al., 2022) never writes the scores; it computes
-            them again in backward and is slower than other products: its operations count half as much again.
+        fused_attention: whether a kernel such as FlashAttention (Dao et al., 2022) never writes the scores.
         fused_loss: whether a kernel computes the cross-entropy from logits in the step's precision and writes their
             gradient over them. Else the loss makes copies of the logits in full precision.
 
@@ -109,12 +108,13 @@ def _block(sizes: _Sizes, *, fused: bool) -> LayerCost:
     kept += (1.5 if sizes.experts == 1 else 0.5 + sizes.active) * width + (3 if sizes.gated else 2) * inside
     kept += 2 * width  # what the norms read
     traffic = 16.0 * width + (6 if sizes.gated else 4) * inside
-    scores = (6.0 if fused else 4.0) * sequence**2 * own
+    scores = 4.0 * sequence**2 * own
     return LayerCost(
         name="block",
         parameters=parameters,
         parameter_bytes=4 * parameters,
         flops=2.0 * sequence * (attention + each * sizes.active + router) + scores,
+        fused_flops=scores if fused else 0.0,
         output_numbers=width,
         kept_numbers=kept,
         traffic_numbers=traffic,

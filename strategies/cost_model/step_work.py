@@ -102,6 +102,7 @@ class _LayerVectors:
     order: Indices
     last: int
     flops: Vector
+    fused_flops: Vector
     matmuls: Vector
     launches: Vector
     parameters: Vector
@@ -279,9 +280,10 @@ def _layer_work(
     layers, width = layer_vectors(profile), NUMBER_BYTES.get(precision, 4)
     over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
+    flops = layers.flops + layers.fused_flops * (1 / device.attention - 1)
     own = NUMBER_BYTES.get(parameter_precision(profile, precision), 4)
     return {
-        "flops_s": rows * layers.flops / over / (device.rate(precision) * device.sustained),
+        "flops_s": rows * flops / over / (device.rate(precision) * device.sustained),
         "matmuls": layers.matmuls * device.host,
         "weights_s": own * (layers.parameters + layers.tied_parameters) / over / memory,
         "traffic_s": rows * traffic * width / memory,

@@ -227,6 +227,7 @@ def _costs(model: nn.Module, held: _Sizes, trace: ForwardTrace, rows: int) -> li
                 parameters=count,
                 parameter_bytes=size,
                 flops=call.flops / rows,
+                fused_flops=call.fused_flops / rows,
                 output_numbers=call.output / rows,
                 cut_numbers=call.cut / rows,
                 kept_numbers=call.kept / rows,

@@ -133,10 +133,10 @@ def attention_of(module: nn.Module, rows: int = 2, tokens: int = 128) -> tuple[M
     return profile, next(layer for layer in profile.layers if layer.matmuls > 1)
 
 
-def test_fused_attention_keeps_and_writes_no_scores_and_counts_half_as_much_again() -> None:
+def test_fused_attention_keeps_and_writes_no_scores_and_its_operations_are_told_apart() -> None:
     whole, attention = attention_of(Attention())
     assert (attention.matmuls, attention.launches, attention.traffic_numbers) == (2, 1, 0)
-    assert attention.flops == 1.5 * 4 * 128 * 128 * 256 and attention.scores_numbers == 0
+    assert attention.flops == attention.fused_flops == 4 * 128 * 128 * 256 and attention.scores_numbers == 0
     inputs_and_output = 3 * 128 * 256  # keys are values too
     assert attention.kept_numbers == inputs_and_output + 128 * 8
     grouped, fewer = attention_of(Attention(key_heads=2))

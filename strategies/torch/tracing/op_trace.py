@@ -189,8 +189,6 @@ _FREE_OPS = (
 )  # fmt: skip
 # These read as much as they write.
 _GATHER_OPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
-# Times the operations of two products: it computes scores twice and is slower.
-_FUSED_ATTENTION_COST = 1.5
 
 
 @dataclass(kw_only=True)
@@ -198,6 +196,7 @@ class ModuleCalls:
     """The costs of one module's calls, without those of the modules that it calls."""
 
     flops: float = 0.0
+    fused_flops: float = 0.0  # of these, of fused attention
     matmuls: int = 0
     launches: int = 0
     traffic: float = 0.0
@@ -297,9 +296,8 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = self._calls[self._open[-1]]
             call.launches += 1
             call.matmuls += 2
-            call.flops += (
-                _FUSED_ATTENTION_COST * 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-            )
+            flops = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            call.flops, call.fused_flops = call.flops + flops, call.fused_flops + flops
 
     @contextmanager
     def paused(self) -> Iterator[None]:
