@@ -16,6 +16,9 @@ from trainwright.core.errors import ResourceError, nearest
 
 _GB = 10**9
 _GIB = 2**30
+# catalogs/v8 of skypilot-org/skypilot-catalog: aws/vms.csv at e385a0d3, gcp/vms.csv at 8427bbff. The files have no
+# dates; the folder is younger than April 2025. Spot is the median over the zones of the region.
+_CATALOGUE = "SkyPilot catalogue v8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,8 @@ class Accelerator:
     node: int = 8  # usual number of devices of a node
     price: float | None = None  # US dollars an hour; None where there is no usual offer
     spot_price: float | None = None  # the same for preemptible machines
-    source: str = ""  # of the figures
+    price_source: str = ""  # where and when the prices were
+    source: str = ""  # of the other figures
     aliases: tuple[str, ...] = field(default=())  # other names, such as Ray's `accelerator_type` or the driver's name
     resource: str = "GPU"  # Ray's resource name
 
@@ -72,7 +76,7 @@ def _nvidia(
     attention: float = Accelerator.attention,
     aliases: tuple[str, ...] = (),
 ) -> Accelerator:
-    """Make an accelerator from rates in Tflop/s, bandwidths in GB/s, prices (on demand, spot) in dollars.
+    """Make an accelerator from rates in Tflop/s, bandwidths in GB/s, and a node's prices (on demand, spot) in dollars.
 
     The memory is what torch reports, `torch.cuda.get_device_properties(0).total_memory`: less than the name says.
     """
@@ -86,15 +90,22 @@ def _nvidia(
         node=node,
         sustained=sustained,
         attention=attention,
-        price=price[0] if price else None,
-        spot_price=price[1] if price else None,
-        source=f"NVIDIA {name} data sheet" + ("; AWS list prices of June 2025" if price else ""),
+        price=price[0] / node if price else None,
+        spot_price=price[1] / node if price else None,
+        price_source=f"AWS us-east-1, {_CATALOGUE}" if price else "",
+        source=f"NVIDIA {name} data sheet",
         aliases=aliases,
     )
 
 
 def _tpu(
-    name: str, memory_gb: int, bf16: float, memory: float, link: float, price: float, aliases: tuple[str, ...] = ()
+    name: str,
+    memory_gb: int,
+    bf16: float,
+    memory: float,
+    link: float,
+    price: tuple[float, float],
+    aliases: tuple[str, ...] = (),
 ) -> Accelerator:
     return Accelerator(
         name=name,
@@ -104,8 +115,10 @@ def _tpu(
         link_bytes_per_s=link * _GB,
         network_bytes_per_s=link * _GB,  # the interconnect joins the chips of all hosts of a slice
         node=4,
-        price=price,
-        source="Google Cloud TPU system architecture and list prices, 2025; fp32 as two passes of bf16",
+        price=price[0] / 4,
+        spot_price=price[1] / 4,
+        price_source=f"Google Cloud us-central, {_CATALOGUE}",
+        source="Google Cloud TPU system architecture; fp32 as two passes of bf16",
         aliases=aliases,
         resource="TPU",
     )
@@ -117,20 +130,36 @@ _since_hopper = partial(_nvidia, sustained=0.78, attention=0.56)
 _BUILT_IN = (
     _nvidia("P40-24GB", 22.38, {"fp32": 11.8}, 346, 16, 1.25, node=8),
     _nvidia("P100-16GB", 15.89, {"fp16": 21.2, "fp32": 10.6}, 732, 80, 1.25, aliases=("P100",)),
-    _nvidia("V100-16GB", 15.77, {"fp16": 125, "fp32": 15.7}, 900, 150, 0.39, price=(3.06, 0.92), aliases=("V100",)),
-    _nvidia("V100-32GB", 31.74, {"fp16": 125, "fp32": 15.7}, 900, 150, 1.56, price=(3.90, 1.17)),
-    _nvidia("T4-16GB", 14.56, {"fp16": 65, "fp32": 8.1}, 320, 16, 1.5, node=4, price=(0.98, 0.33), aliases=("T4",)),
-    _nvidia("A10G-24GB", 22.06, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 32, 1.56, price=(2.04, 0.82)),
-    _nvidia("L4-24GB", 21.95, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 32, 1.56, price=(1.67, 0.66)),
+    _nvidia("V100-16GB", 15.77, {"fp16": 125, "fp32": 15.7}, 900, 150, 0.39, price=(24.48, 4.16), aliases=("V100",)),
+    _nvidia("V100-32GB", 31.74, {"fp16": 125, "fp32": 15.7}, 900, 150, 1.56, price=(31.212, 6.71)),
+    _nvidia("T4-16GB", 14.56, {"fp16": 65, "fp32": 8.1}, 320, 16, 1.5, node=4, price=(3.912, 1.28), aliases=("T4",)),
     _nvidia(
-        "L40S-48GB", 44.39, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 32, 6.25, price=(3.77, 1.51)
+        "A10G-24GB", 22.06, {"fp16": 70, "bf16": 70, "tf32": 35, "fp32": 31.2}, 600, 32, 1.56, price=(16.288, 5.11)
+    ),
+    _nvidia("L4-24GB", 21.95, {"fp16": 121, "bf16": 121, "tf32": 60, "fp32": 30.3}, 300, 32, 1.56, price=(13.35, 4.48)),
+    _nvidia(
+        "L40S-48GB", 44.39, {"fp16": 362, "bf16": 362, "tf32": 183, "fp32": 91.6}, 864, 32, 6.25, price=(30.131, 10.23)
     ),
     _nvidia("RTX4090-24GB", 23.64, {"fp16": 165, "bf16": 165, "tf32": 82.6, "fp32": 82.6}, 1008, 32, 1.25, node=4),
     _nvidia(
-        "A100-40GB", 39.39, _AMPERE, 1555, 300, 6.25, price=(2.74, 1.10), aliases=("A100-PCIE-40GB", "A100-SXM4-40GB")
+        "A100-40GB",
+        39.39,
+        _AMPERE,
+        1555,
+        300,
+        6.25,
+        price=(21.958, 12.50),
+        aliases=("A100-PCIE-40GB", "A100-SXM4-40GB"),
     ),
     _nvidia(
-        "A100-80GB", 79.14, _AMPERE, 2039, 300, 25, price=(3.43, 1.37), aliases=("A100", "A100-SXM4-80GB", "A100-80G")
+        "A100-80GB",
+        79.14,
+        _AMPERE,
+        2039,
+        300,
+        25,
+        price=(27.447, 10.59),
+        aliases=("A100", "A100-SXM4-80GB", "A100-80G"),
     ),
     _since_hopper(
         "H100-80GB",
@@ -139,10 +168,10 @@ _BUILT_IN = (
         3352,
         450,
         50,
-        price=(6.88, 2.75),
+        price=(55.04, 31.04),
         aliases=("H100", "H100-80GB-HBM3"),
     ),
-    _since_hopper("H200-141GB", 139.8, _HOPPER, 4800, 450, 50, price=(7.91, 3.16), aliases=("H200",)),
+    _since_hopper("H200-141GB", 139.8, _HOPPER, 4800, 450, 50, price=(63.296, 19.54), aliases=("H200",)),
     _since_hopper(
         "B200-180GB",
         178.3,
@@ -150,14 +179,14 @@ _BUILT_IN = (
         7700,
         900,
         50,
-        price=(14.24, 5.70),
+        price=(113.93, 19.09),
         aliases=("B200",),
     ),
-    _tpu("TPU-V3", 32, 123, 900, 82, 2.20, ("TPU-v3",)),
-    _tpu("TPU-V4", 32, 275, 1228, 150, 3.22, ("TPU-v4",)),
-    _tpu("TPU-V5E", 16, 197, 819, 100, 1.20, ("TPU-V5LITEPOD", "TPU-v5e")),
-    _tpu("TPU-V5P", 95, 459, 2765, 300, 4.20, ("TPU-v5p",)),
-    _tpu("TPU-V6E", 32, 918, 1640, 224, 2.70, ("TPU-v6e",)),
+    _tpu("TPU-V3", 32, 123, 900, 82, (8.00, 2.04), ("TPU-v3",)),
+    _tpu("TPU-V4", 32, 275, 1228, 150, (12.88, 3.69), ("TPU-v4",)),
+    _tpu("TPU-V5E", 16, 197, 819, 100, (4.80, 0.98), ("TPU-V5LITEPOD", "TPU-v5e")),
+    _tpu("TPU-V5P", 95, 459, 2765, 300, (16.80, 3.71), ("TPU-v5p",)),
+    _tpu("TPU-V6E", 32, 918, 1640, 224, (10.80, 2.29), ("TPU-v6e",)),
 )
 ACCELERATORS: dict[str, Accelerator] = {item.name: item for item in _BUILT_IN}
 

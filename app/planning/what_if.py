@@ -354,12 +354,18 @@ def _fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
         every = formatting.duration(chosen.goodput.interval_s)
         rows.append(("goodput", f"{formatting.percent(chosen.goodput.share)} with a checkpoint every {every}"))
     if chosen.dollars_an_hour is not None:
-        source = f"{request.price}, list" if isinstance(request.price, str) else "as given"
+        source = f"{request.price}, {_price_source(answer)}" if isinstance(request.price, str) else "as given"
         rows.append(("cost", f"${chosen.dollars_an_hour:,.2f} an hour ({source}), {_dollars(chosen)} in all"))
     if answer.profile.untraced:
         stopped = f"tracing the model raised {answer.profile.untraced}"
         rows.append(("note", f"{stopped}: activations are not counted, operations are two a parameter and token"))
     return rows
+
+
+def _price_source(answer: WhatIf) -> str:
+    """Return where the prices of the cluster's accelerators are from."""
+    found = [find_accelerator(kind) for kind in answer.cluster.kinds]
+    return " and ".join(dict.fromkeys(each.price_source or each.source for each in found if each))
 
 
 _TableRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
