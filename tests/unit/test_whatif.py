@@ -161,8 +161,8 @@ def test_a_batch_size_without_a_plan_is_said() -> None:
 def test_it_says_what_it_rests_on() -> None:
     text = repr(asked(mtbf_hours=50_000.0))
     for said in ("64 A100-80GB", "predicted, not measured", "nine of ten", "GiB of 79.1 GiB", "goodput",
-                 "with a checkpoint every", "$219.58 an hour (on-demand, AWS us-east-1, SkyPilot catalogue v8)", "compute",
-                 "Not chosen", "slower"):  # fmt: skip
+                 "with a checkpoint every", "$219.58 an hour (on-demand, AWS us-east-1, SkyPilot catalogue v8)",
+                 "compute", "Not chosen", "slower"):  # fmt: skip
         assert said in text, text
 
 
