@@ -217,7 +217,9 @@ def main(name: str, modules: Sequence[str]) -> bool:
         return _serve(listener)
 
 
-if __name__ == "__main__" and main(sys.argv[1], sys.argv[2:]):
+if __name__ == "__main__":
+    if not main(sys.argv[1], sys.argv[2:]):
+        os._exit(0)  # to clear what was imported takes seconds
     if sys.argv[0] == "-m":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
