@@ -4,7 +4,7 @@ Of the processor time that starts a worker of Ray, eight tenths are spent on imp
 hundreds; of a driver it is half. Ray itself is not among what is imported here: it draws its object ids from a
 generator that all forked processes would share, and it reads its settings as it is imported.
 
-Run as a script with the name of a socket and the modules to import; ends with its standard input. A process that orders
+Run as a script with the name of a socket and the modules to import; ends when its standard input says or ends. A process that orders
 imports this module, once for each worker of Ray, so it imports little itself.
 """
 
@@ -45,12 +45,13 @@ def fork_server(modules: Sequence[str]) -> Iterator[str]:
         try:
             yield name
         finally:
+            it.stdin.write(b"end")  # a fork of this process, such as torch's DataLoader makes, may keep the pipe open
             it.stdin.close()
             try:
                 it.wait(END_S)
             except subprocess.TimeoutExpired:
                 it.kill()
-                raise AssertionError("the fork server did not end: a fork of this process holds its pipe") from None
+                raise AssertionError(f"the fork server did not end within {END_S:g} s") from None
 
 
 def order(name: str, command: Sequence[str]) -> int:
