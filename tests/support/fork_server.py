@@ -4,8 +4,8 @@ Of the processor time that starts a worker of Ray, eight tenths are spent on imp
 hundreds; of a driver it is half. Ray itself is not among what is imported here: it draws its object ids from a
 generator that all forked processes would share, and it reads its settings as it is imported.
 
-Run as a script with the name of a socket and the modules to import; ends when its standard input says or ends. A process that orders
-imports this module, once for each worker of Ray, so it imports little itself.
+Run as a script with the name of a socket and the modules to import; ends when its standard input says so or ends. A
+process that orders imports this module, once for each worker of Ray, so it imports little itself.
 """
 
 from __future__ import annotations
