@@ -68,7 +68,8 @@ def plan(
 ) -> Decision | WhatIf:
     """Return the plan for a job and the rejected plans, with reasons; notes say where a distillation's teachers run.
 
-    For a recipe of several stages, it is the plan of the next stage: later stages depend on its result.
+    For a recipe of several stages, it is the plan of the next stage: later stages depend on its result. On CPUs a step
+    is timed first, for half a second in processes of its own, unless the job has `preflight=False`.
 
     Args:
         cluster: a hypothetical cluster such as `128x8xH100-80GB`: returns the best plan on it or on a part of it, with
@@ -86,6 +87,7 @@ def plan(
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import SizingRequest, what_if
     from trainwright.ray_cluster.discovery import connect
+    from trainwright.runtime.function_trial import Preflight
 
     stage = next_stage(job)
     if isinstance(stage, Distillation):
@@ -101,8 +103,9 @@ def plan(
         )  # fmt: skip
         there = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         return what_if(profile_of(prepared), there, request)
-    connect()
-    return decide_plan(prepared)
+    with Preflight(prepared) as trial:  # it times a step on CPUs, as `fit` does
+        connect()
+        return decide_plan(prepared, trial.time_step)
 
 
 def start(
