@@ -20,12 +20,13 @@ import pickle
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -413,9 +414,9 @@ def run_trial(task: TrialTask, rows: int = 0, layout: tuple[int, int] = (2, 1)) 
 def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
     """Time steps of the job on so many rows, repeated where there are fewer, while other processes take them too.
 
-    CPUs that share a core or its memory are slower together.
+    CPUs that share a core or its memory are slower together, and each step lasts until the slowest has taken it.
     """
-    others: list[int] = []
+    others: list[tuple[int, socket.socket]] = []
     try:
         known = build_model(task.job.model)
         framework, size = framework_of(known), profiler_of(known).weight_bytes(known)
@@ -424,37 +425,53 @@ def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
         engine, batch = _engine_of(task.job, _spec(task), framework, rows), _repeated(task.train, rows)
         engine.warm(_feed(batch))
         for _ in range(workers - 1):
-            others.append(_stepping(engine, batch))
-        return PreflightResult(step_s=median(_step_times(engine, batch, _TIMED_S)[1:]))
+            others.append(_stepping(engine, batch, [line for _, line in others]))
+        return PreflightResult(step_s=median(_step_times(engine, batch, [line for _, line in others])[1:]))
     except Exception as error:  # the steps of the run will tell
         return PreflightResult(untried=f"{type(error).__name__}: {error}")
     finally:
-        for pid in others:
+        for pid, line in others:
+            line.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _stepping(engine: Engine, batch: Batch) -> int:
-    """Fork a process that takes steps until it is killed, for a few seconds at most; return its id."""
+def _stepping(engine: Engine, batch: Batch, others: Sequence[socket.socket]) -> tuple[int, socket.socket]:
+    """Fork a process that takes a step for each byte it gets, and sends one back; return its id and the line to it.
+
+    It ends with the line. So it closes the lines to the others, which end with this process too.
+    """
+    line, own = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
-            signal.alarm(2 + int(10 * _TIMED_S))  # should this process be killed first
-            _step_times(engine, batch, math.inf)
+            for each in (line, *others):
+                each.close()
+            for step in itertools.count():
+                if not own.recv(1):
+                    break
+                engine.train_step(replace(_feed(batch), step=step))
+                own.send(b".")
         finally:
             os._exit(0)
-    return pid
+    own.close()
+    return pid, line
 
 
-def _step_times(engine: Engine, batch: Batch, seconds: float) -> list[float]:
-    """Return the times of steps that take so many seconds together, two at least."""
+def _step_times(engine: Engine, batch: Batch, lines: Sequence[socket.socket]) -> list[float]:
+    """Return the times of steps of this and the other processes, for `_TIMED_S` together, two at least."""
     began_s = time.perf_counter()
     spent: list[float] = []
     for step in itertools.count():
         at_s = time.perf_counter()
-        if len(spent) > 1 and at_s - began_s > seconds:
+        if len(spent) > 1 and at_s - began_s > _TIMED_S:
             break
+        for line in lines:
+            line.send(b".")
         engine.train_step(replace(_feed(batch), step=step))
+        for line in lines:
+            if not line.recv(1):
+                raise ChildProcessError("another process of the trial ended")
         spent.append(time.perf_counter() - at_s)
     return spent
 
