@@ -41,6 +41,7 @@ from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryChec
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
 from trainwright.strategies.common.socket_transport import set_own_host
+from trainwright.worker.freed_memory import keep_freed_memory
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -98,6 +99,7 @@ class WorkerCalls:
         An error in that is the answer to every verb, so that it is not reported as a lost worker. For a standby, the
         returned facts name it.
         """
+        keep_freed_memory()
         gc.disable()  # until the engine is built: imports make no garbage; collections add an eighth to their time
         if self._place.lent is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._place.lent)
