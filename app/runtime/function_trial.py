@@ -39,7 +39,7 @@ import numpy as np
 from trainwright.core.data import Batch, Feed, zero_weight
 from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError, headline
-from trainwright.core.frameworks import load_module
+from trainwright.core.frameworks import keep_freed_memory, load_module
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import Mesh, Plan, WorkerResources
@@ -50,7 +50,6 @@ from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.strategies import STRATEGIES, engine_class, single_rank_engine
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
-from trainwright.worker.freed_memory import keep_freed_memory
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 ROWS = 5  # of the batch: few, and seldom the size of another dimension, for which it could be taken

@@ -35,13 +35,13 @@ from trainwright.core.errors import (
     escape_control_characters,
 )
 from trainwright.core.events import MediaLogged, Steps
+from trainwright.core.frameworks import keep_freed_memory
 from trainwright.core.redaction import redact
 from trainwright.core.topology import Generation, Group
 from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
 from trainwright.strategies.common.socket_transport import set_own_host
-from trainwright.worker.freed_memory import keep_freed_memory
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
