@@ -55,7 +55,7 @@ def keep_freed_memory() -> None:
     """Have glibc's malloc keep what is freed, up to 1 GiB. Does nothing where the C library is another one.
 
     By default malloc gives the activations of a step back to the system at its end, and takes them again in the next:
-    1,500 page faults, a tenth of the time of a step of a small network on CPUs (measured).
+    2,000 page faults, a tenth of the time of a step of a small network on CPUs (measured).
     """
     if not sys.platform.startswith("linux"):
         return

@@ -16,7 +16,7 @@ from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.planning.decision import Decision
 from trainwright.strategies.search.plan_ranking import estimate_of, is_asynchronous
 
-_ROWS = 64  # that are timed, at most
+_ROWS, _BYTES = 64, 64 * 2**20  # that are read to be timed, at most; one row at least
 _TIMED_S = 0.2
 _SLOWER = 1.25  # times as long as a step: from then on steps wait a fifth of their time for their rows
 _GAIN = 1.5  # times as quick, at least: rows through the object store are copied twice more
@@ -46,7 +46,7 @@ def deliver_by_measuring(decision: Decision, job: Job, train: Index) -> Decision
 
 def _transform_s(data: Dataset, index: Index) -> float:
     """Return the seconds that a CPU takes to transform a row; 0 where these rows cannot be read or transformed."""
-    rows = np.arange(min(_ROWS, index.rows))
+    rows = np.arange(max(min(_ROWS, index.rows, _BYTES // max(index.row_bytes, 1)), 1))
     try:
         arrays = data.reader(index, None).gather(rows, 0)
         first_s = _timed(data, arrays, rows[:1])  # opens what the transforms need

@@ -14,6 +14,8 @@ import trainwright as tw
 from tests.support.planner_cases import PROFILE, job
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.model_profile import ModelProfile
+from trainwright.datasets.row_reader import RowReader
+from trainwright.planning import data_delivery
 from trainwright.planning.data_delivery import deliver_by_measuring
 from trainwright.planning.decision import Decision
 from trainwright.planning.planner import choose
@@ -83,6 +85,20 @@ def test_few_rows_tell_how_long_all_take() -> None:
     data, begun = rows(100_000).map(slowly(0.2)), time.monotonic()
     assert delivered(data)[0] == "ray_data"
     assert time.monotonic() - begun < 10, "64 rows would take 12.8 s"
+
+
+def test_large_rows_are_not_all_read_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    gather = RowReader.gather
+
+    def noting(self: RowReader, wanted: Any, *more: Any) -> Any:
+        read.append(len(wanted))
+        return gather(self, wanted, *more)
+
+    monkeypatch.setattr(RowReader, "gather", noting)
+    monkeypatch.setattr(data_delivery, "_BYTES", 12)
+    assert delivered(rows().map(slowly(0.2)))[0] == "ray_data"
+    assert read == [3], "of 4 bytes each"
 
 
 def test_workers_with_accelerators_leave_their_cpus_to_ray_data_where_it_has_work() -> None:
