@@ -61,7 +61,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         *_core_times("large", str(large), rounds[1], epochs=("first", "later")),
         *_litdata(str(table), folder / "chunks", rounds[1]),
         *_on_s3(table, rounds[1]),
-        *_on_ray(str(table), rounds[2]),
+        *_on_ray(str(table), str(large), rounds[2]),
     ]
 
 
@@ -129,20 +129,29 @@ def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
     return _walls("S3", passes, limit=LIMIT)
 
 
-def _on_ray(table: str, rounds: Rounds) -> list[Figure]:
+def _on_ray(table: str, large: str, rounds: Rounds) -> list[Figure]:
     """Against Ray Data, whose cluster is up only here."""
-    split = StreamingSplit(path=table, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
+
+    def split(path: str) -> StreamingSplit:
+        return StreamingSplit(path=path, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
+
     with host() as ours, host(cluster=True) as cluster:
         turns = {
             "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
-            "streaming_split": _turn(cluster, split, rounds),
+            "streaming_split": _turn(cluster, split(table), rounds),
             "train=ds": _turn(cluster, RayStream(path=table, batch_size=BATCH_SIZE, cpus=2), rounds),
         }
         passes = interleaved(turns, rounds)
+        long = {
+            "trainwright": _turn(cluster, RayStream(path=large, batch_size=BATCH_SIZE, cpus=2), rounds),
+            "streaming_split": _turn(cluster, split(large), rounds),
+        }
+        many = interleaved(long, rounds)
         streamed = {"trainwright": passes.pop("train=ds"), "streaming_split": passes["streaming_split"]}
         return [
             *_walls("page cache", passes, limit=None),
             *_walls("page cache, Ray Dataset as train=", streamed, limit=None, target=STREAM_TARGET),
+            *_walls("large, Ray Dataset as train=", many, limit=None, target=STREAM_TARGET),
         ]
 
 

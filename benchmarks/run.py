@@ -71,7 +71,7 @@ BENCHMARKS = {
     "recovery_large": Benchmark(deadline_s=420, ray=True),
     "driver_scale": Benchmark(deadline_s=420, ray=True),
     "parameter_server": Benchmark(deadline_s=900, ray=True),
-    "data_light": Benchmark(deadline_s=900, peer="litdata", ray=True),
+    "data_light": Benchmark(deadline_s=1200, peer="litdata", ray=True),
     "data_heavy": Benchmark(deadline_s=420, ray=True),
     "data_start": Benchmark(deadline_s=240, ray=True),
     "data_step": Benchmark(deadline_s=240),

@@ -55,6 +55,7 @@ from trainwright.datasets.ray_data.block_stream import (
     block_table,
     execute,
     first_rows,
+    is_plain_read,
     is_ray_dataset,
     known_rows,
     open_dataset,
@@ -66,8 +67,9 @@ _FILE = "Ray block"
 _FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
 _KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
-# Of the blocks that were executed to count rows, for the first pass of the run; and the part of the object store.
-_COUNTED_BYTES, _COUNTED_SHARE = 256 << 20, 0.1
+# Of the blocks that were executed before the run, for the first pass of the run; and the part of the object store, which
+# is less than a stream keeps while it is executed (`block_stream`): in the first pass it keeps these and no others.
+_COUNTED_BYTES, _COUNTED_SHARE = 256 << 20, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +177,13 @@ class _StreamSource(SequentialSource):
         return f"from_ray({getattr(self.make, '__name__', 'Dataset')})"
 
     def index(self) -> Index:
-        """Look at the first block, and at all others where Ray Data does not know how many rows there are.
+        """Look at the first block, and at all others where nothing else tells how many rows there are.
 
         Raises DataError, UserCodeError.
         """
         dataset = open_dataset(_portable(self.make), 0, self.describe())
         rows = self.rows or known_rows(dataset)
-        first, counted = self._look(dataset, whole=rows is None)
-        rows = rows or counted
+        first, rows = self._look(dataset, rows, to_end=rows is None or (self.rows is None and is_plain_read(dataset)))
         schema, looked_at = schema_of(first), len(next(iter(first.values())))
         row_bytes = max(sum(_size_bytes(array) for array in first.values()) // looked_at, 1)
         named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
@@ -221,10 +222,12 @@ class _StreamSource(SequentialSource):
             ExecutedBlocks(self._spec(index, 1, _COUNTED.get(self, []))), index, columns, self.describe(), known
         )
 
-    def _look(self, dataset: Any, *, whole: bool) -> tuple[Arrays, int]:
-        """Return the first rows of a Ray Dataset, and how many it has where the whole of it is looked at.
+    def _look(self, dataset: Any, known: int | None, *, to_end: bool) -> tuple[Arrays, int]:
+        """Return the first rows of a Ray Dataset, and how many it has.
 
-        The blocks of a small one are kept for the first pass of the run.
+        Args:
+            known: how many it has; None where the whole of it must be executed to know.
+            to_end: whether to execute it to its end where it is small: its blocks are kept for the run's first pass.
         """
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         most_bytes = min(_COUNTED_BYTES, _COUNTED_SHARE * resources.get("object_store_memory", math.inf))
@@ -234,15 +237,18 @@ class _StreamSource(SequentialSource):
         with contextlib.closing(blocks):
             for block in blocks:
                 first = first or first_rows(ray.get(block.reference), self.describe())
-                if not whole:
+                expected_bytes = block.size_bytes * (known or 0) / block.rows
+                if known is not None and (not to_end or expected_bytes > most_bytes):
                     break
                 rows, size_bytes = rows + block.rows, size_bytes + block.size_bytes
                 kept = [*kept, block] if size_bytes <= most_bytes else []
+                if known is not None and not kept:
+                    break
         if not first:
             raise DataError("the Ray Dataset has no rows", where=self.describe(), remedy="look at how it is made")
         if kept:
             _COUNTED[self] = kept
-        return first, rows
+        return first, known or rows
 
 
 _COUNTED: WeakKeyDictionary[_StreamSource, list[ExecutedBlock]] = WeakKeyDictionary()

@@ -342,8 +342,9 @@ class _Window:
 
         try:
             for epoch in range(low // self._spec.rows, self._spec.passes):
+                executed = epoch > 0 or not self._spec.counted
                 for block in self._spec.blocks(epoch, self._free):
-                    if not call(self._arrived(run, block)):
+                    if not call(self._arrived(run, block, executed)):
                         return
         except Exception as raised:
             call(self._failed(run, self._as_our_error(raised)))
@@ -358,9 +359,9 @@ class _Window:
             detail="".join(traceback.format_exception(error)),
         )
 
-    async def _arrived(self, run: int, block: Block) -> bool:
-        """Keep a block once there is room; False where the execution was replaced."""
-        while run == self._run and self._ahead_bytes() >= self._most_ahead:
+    async def _arrived(self, run: int, block: Block, executed: bool) -> bool:
+        """Keep a block once there is room, or at once where it was there already. False in an execution that was replaced."""
+        while executed and run == self._run and self._ahead_bytes() >= self._most_ahead:
             await self._news.wait()
         if run != self._run:
             return False
@@ -603,9 +604,17 @@ def resource_needs(dataset: Any) -> dict[str, tuple[float, float]]:
 
 
 def known_rows(dataset: Any) -> int | None:
-    """Return the rows of a Ray Dataset where that needs no execution."""
+    """Return the rows of a Ray Dataset where that needs no execution, or only a look at the metadata of files."""
     rows: int | None = dataset._meta_count()
+    if rows is None and is_plain_read(dataset):
+        with _settings(dataset, None):
+            rows = dataset.count()
     return rows
+
+
+def is_plain_read(dataset: Any) -> bool:
+    """Return whether a Ray Dataset reads and does nothing else."""
+    return not dataset._logical_plan.dag.input_dependencies
 
 
 def whole_dataset(value: Any) -> Any:

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import State, final_state
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, wait_for
 from tests.support.streams import collect, real, same
 from trainwright.core.data import Feed, FeedAssignment
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
@@ -125,6 +127,15 @@ class Owner:
         return [ray.put("a block")]
 
 
+def is_lost(reference: Any) -> bool:
+    """Whether a block can no longer be had."""
+    try:
+        ray.get(reference)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
+
+
 def test_what_was_executed_to_count_rows_is_the_first_pass(tmp_path: Path) -> None:
     """Unless it is large. A lost block of it is made again with the whole pass."""
 
@@ -145,10 +156,36 @@ def test_what_was_executed_to_count_rows_is_the_first_pass(tmp_path: Path) -> No
     owner = Owner.remote()
     lost = [blocks[0]._replace(reference=ray.get(owner.made.remote())[0]), *blocks[1:]]
     ray.kill(owner)
+    wait_for(lambda: is_lost(lost[0].reference), 30)  # the node learns of it a moment later
     ray_dataset._COUNTED[data.source] = lost
     found = Delivery(data, index).feeds()
     assert 20 <= executed() <= 25, "both passes; the second had perhaps begun"
     assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_small_plain_read_is_executed_once_and_a_large_one_is_not_counted_by_execution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    for part in range(4):
+        ids = pa.table({"id": np.arange(part * 1000, part * 1000 + 1000)})
+        pq.write_table(ids, tmp_path / f"{part}.parquet")
+    taken: list[int] = []
+    execute = ray_dataset.execute
+
+    def noted(*arguments: Any) -> Any:
+        blocks = execute(*arguments)
+        with contextlib.closing(blocks):
+            for block in blocks:
+                taken.append(block.rows)
+                yield block
+
+    monkeypatch.setattr(ray_dataset, "execute", noted)
+    data = from_ray(ray.data.read_parquet(str(tmp_path), override_num_blocks=4))
+    assert data.index().rows == sum(taken) == 4000 and data.source in ray_dataset._COUNTED
+    monkeypatch.setattr(ray_dataset, "_COUNTED_BYTES", 20_000)
+    taken.clear()
+    large = from_ray(ray.data.read_parquet(str(tmp_path), override_num_blocks=4))
+    assert large.index().rows == 4000 and len(taken) == 1 and large.source not in ray_dataset._COUNTED
 
 
 async def ended(window: block_stream._Window) -> None:
