@@ -67,8 +67,8 @@ _FILE = "Ray block"
 _FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
 _KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
-# Of the blocks that were executed before the run, for the first pass of the run; and the part of the object store, which
-# is less than a stream keeps while it is executed (`block_stream`): in the first pass it keeps these and no others.
+# Of the blocks that were executed before the run, for its first pass; and the part of the object store, which is less
+# than a stream keeps while it is executed (`block_stream`): in the first pass it keeps these and no others.
 _COUNTED_BYTES, _COUNTED_SHARE = 256 << 20, 0.2
 
 

@@ -360,7 +360,11 @@ class _Window:
         )
 
     async def _arrived(self, run: int, block: Block, executed: bool) -> bool:
-        """Keep a block once there is room, or at once where it was there already. False in an execution that was replaced."""
+        """Keep a block once there is room, or at once where it was there already.
+
+        Returns:
+            False in an execution that was replaced.
+        """
         while executed and run == self._run and self._ahead_bytes() >= self._most_ahead:
             await self._news.wait()
         if run != self._run:
