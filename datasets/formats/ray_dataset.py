@@ -67,8 +67,8 @@ _FILE = "Ray block"
 _FIRST = ""  # trait of an index: a digest of the first rows; by column, there are the first rows themselves
 _KEPT_BYTES = 1 << 20  # of these
 _WINDOW_BYTES = 64 << 20
-# Of the blocks that were executed before the run, for its first pass; and the part of the object store, which is less
-# than a stream keeps while it is executed (`block_stream`): in the first pass it keeps these and no others.
+# Of the blocks that were executed before the run and are kept; and the part of the object store, which is less than a
+# stream keeps while it is executed (`block_stream`).
 _COUNTED_BYTES, _COUNTED_SHARE = 256 << 20, 0.2
 
 
@@ -183,7 +183,7 @@ class _StreamSource(SequentialSource):
         """
         dataset = open_dataset(_portable(self.make), 0, self.describe())
         rows = self.rows or known_rows(dataset)
-        first, rows = self._look(dataset, rows, to_end=rows is None or (self.rows is None and is_plain_read(dataset)))
+        first, rows = self._look(dataset, rows, to_end=rows is None or (self.rows is None and self._is_plain_read))
         schema, looked_at = schema_of(first), len(next(iter(first.values())))
         row_bytes = max(sum(_size_bytes(array) for array in first.values()) // looked_at, 1)
         named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
@@ -211,7 +211,12 @@ class _StreamSource(SequentialSource):
             first=index.traits[_FIRST] if self.replayable else "",
             name=self.describe(),
             counted=tuple(counted),
+            counted_passes=passes if counted and self._is_plain_read else 1,  # it gives the same each time
         )
+
+    @property
+    def _is_plain_read(self) -> bool:
+        return self.replayable and is_ray_dataset(self.make) and is_plain_read(self.make)
 
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
@@ -227,7 +232,8 @@ class _StreamSource(SequentialSource):
 
         Args:
             known: how many it has; None where the whole of it must be executed to know.
-            to_end: whether to execute it to its end where it is small: its blocks are kept for the run's first pass.
+            to_end: whether to execute it to its end where it is small: its blocks are kept for the run's first pass,
+                and for all passes where it reads and does nothing else.
         """
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         most_bytes = min(_COUNTED_BYTES, _COUNTED_SHARE * resources.get("object_store_memory", math.inf))
@@ -255,9 +261,10 @@ _COUNTED: WeakKeyDictionary[_StreamSource, list[ExecutedBlock]] = WeakKeyDiction
 
 
 def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None, replayable: bool = True) -> Dataset:
-    """Rows of a `ray.data.Dataset`, streamed: it is executed once in each pass, and never held whole.
+    """Rows of a `ray.data.Dataset`, streamed: it is executed in each pass, and never held whole.
 
-    Each pass is executed in order (`preserve_order`). With the job's `shuffle`, rows are shuffled within a window of
+    Each pass is executed in order (`preserve_order`). A data set that only reads, and fits in 256 MiB and a fifth of
+    the object store, is executed once for all passes. With the job's `shuffle`, rows are shuffled within a window of
     64 MiB, by (seed, epoch); for more, shuffle in the data set itself, with a seed. Rows have no numbers: filters and
     packing belong into the data set. A materialised data set (`dataset.materialize()`) is not executed again and has
     rows by number, for all of this.

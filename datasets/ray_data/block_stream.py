@@ -76,7 +76,8 @@ class StreamSpec:
     exact: bool  # whether a pass must end after that many rows; otherwise later rows are left out
     first: str  # digest of the first rows of the first pass, which each execution must have; empty for any
     name: str
-    counted: tuple[ExecutedBlock, ...] = ()  # those of the first pass, where they were executed to count rows and kept
+    counted: tuple[ExecutedBlock, ...] = ()  # those of a pass that was executed before the run, where they are kept
+    counted_passes: int = 1  # which take these blocks
 
     def blocks(self, epoch: int, free: Mapping[str, float] | None = None) -> Iterator[Block]:
         """Execute a pass; give its blocks that are not empty, in order.
@@ -88,7 +89,7 @@ class StreamSpec:
             UserCodeError, DataError: a function of the user or a source failed, or the pass has another length.
         """
         first, begin = 0, epoch * self.rows
-        counted: Iterable[ExecutedBlock] = () if epoch else self.counted
+        counted: Iterable[ExecutedBlock] = self.counted if epoch < self.counted_passes else ()
         found = counted or execute(open_dataset(loads(self.make), epoch, self.name), self.name, free)
         digest = "" if counted or epoch else self.first
         for rows, size_bytes, reference in found:
@@ -342,9 +343,10 @@ class _Window:
 
         try:
             for epoch in range(low // self._spec.rows, self._spec.passes):
-                executed = epoch > 0 or not self._spec.counted
+                # So that the next pass, which is executed, begins at once.
+                at_once = epoch == 0 and self._spec.counted_passes == 1 and bool(self._spec.counted)
                 for block in self._spec.blocks(epoch, self._free):
-                    if not call(self._arrived(run, block, executed)):
+                    if not call(self._arrived(run, block, at_once)):
                         return
         except Exception as raised:
             call(self._failed(run, self._as_our_error(raised)))
@@ -359,19 +361,19 @@ class _Window:
             detail="".join(traceback.format_exception(error)),
         )
 
-    async def _arrived(self, run: int, block: Block, executed: bool) -> bool:
-        """Keep a block once there is room, or at once where it was there already.
+    async def _arrived(self, run: int, block: Block, at_once: bool) -> bool:
+        """Keep a block once there is room, or at once where it lies in the object store anyway.
 
         Returns:
             False in an execution that was replaced.
         """
-        while executed and run == self._run and self._ahead_bytes() >= self._most_ahead:
+        while not at_once and run == self._run and self._ahead_bytes() >= self._most_ahead:
             await self._news.wait()
         if run != self._run:
             return False
         self._kept.append(block)
         self._next = block.first + block.rows
-        if self._next >= self._spec.rows:
+        if self._next >= self._spec.rows * self._spec.counted_passes:
             self._forget_counted()
         self._trim()
         self._tell()
@@ -593,10 +595,7 @@ def resource_needs(dataset: Any) -> dict[str, tuple[float, float]]:
     from ray.data import ActorPoolStrategy
 
     actors, task = {"CPU": 0.0, "GPU": 0.0}, {"CPU": 1.0, "GPU": 0.0}
-    waiting = [dataset._logical_plan.dag]
-    while waiting:
-        operator = waiting.pop()
-        waiting += operator.input_dependencies
+    for operator in _operators(dataset):
         arguments, pool = getattr(operator, "ray_remote_args", None) or {}, getattr(operator, "compute", None)
         cpus, gpus = arguments.get("num_cpus"), float(arguments.get("num_gpus") or 0.0)
         for name, need in (("CPU", float((not gpus) if cpus is None else cpus)), ("GPU", gpus)):
@@ -618,7 +617,18 @@ def known_rows(dataset: Any) -> int | None:
 
 def is_plain_read(dataset: Any) -> bool:
     """Return whether a Ray Dataset reads and does nothing else."""
-    return not dataset._logical_plan.dag.input_dependencies
+    return all(type(operator).__name__ in _READS for operator in _operators(dataset))
+
+
+_READS = frozenset({"Read", "ListFiles", "ReadFiles"})  # names of Ray Data's operators
+
+
+def _operators(dataset: Any) -> Iterator[Any]:
+    waiting = [dataset._logical_plan.dag]
+    while waiting:
+        operator = waiting.pop()
+        waiting += operator.input_dependencies
+        yield operator
 
 
 def whole_dataset(value: Any) -> Any:

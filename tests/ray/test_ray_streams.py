@@ -163,29 +163,35 @@ def test_what_was_executed_to_count_rows_is_the_first_pass(tmp_path: Path) -> No
     assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_a_small_plain_read_is_executed_once_and_a_large_one_is_not_counted_by_execution(
+def test_a_small_plain_read_is_executed_once_for_all_passes(tmp_path: Path, ray_cluster: None) -> None:
+    """Two passes come though the files are gone. What does more than read is executed in each."""
+    for part in range(4):
+        first = part * ROWS // 4
+        ids = np.arange(first, first + ROWS // 4)
+        pq.write_table(pa.table({"id": ids, "odd": ids % 2}), tmp_path / f"{part}.parquet")
+    read = ray.data.read_parquet(str(tmp_path))
+    assert block_stream.is_plain_read(read) and block_stream.known_rows(read) == ROWS
+    more = read.map_batches(lambda columns: columns)
+    assert not block_stream.is_plain_read(more) and block_stream.known_rows(more) is None
+    assert from_ray(more).source.spec(from_ray(more).index(), 2).counted_passes == 1
+    data = from_ray(read)
+    index = data.index()
+    assert index.rows == ROWS
+    expected = Delivery(data, index).feeds()
+    again = from_ray(read)
+    index = again.index()
+    shutil.rmtree(tmp_path)
+    found = Delivery(again, index).feeds()
+    assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_large_plain_read_is_counted_and_not_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
-    for part in range(4):
-        ids = pa.table({"id": np.arange(part * 1000, part * 1000 + 1000)})
-        pq.write_table(ids, tmp_path / f"{part}.parquet")
-    taken: list[int] = []
-    execute = ray_dataset.execute
-
-    def noted(*arguments: Any) -> Any:
-        blocks = execute(*arguments)
-        with contextlib.closing(blocks):
-            for block in blocks:
-                taken.append(block.rows)
-                yield block
-
-    monkeypatch.setattr(ray_dataset, "execute", noted)
-    data = from_ray(ray.data.read_parquet(str(tmp_path), override_num_blocks=4))
-    assert data.index().rows == sum(taken) == 4000 and data.source in ray_dataset._COUNTED
-    monkeypatch.setattr(ray_dataset, "_COUNTED_BYTES", 20_000)
-    taken.clear()
-    large = from_ray(ray.data.read_parquet(str(tmp_path), override_num_blocks=4))
-    assert large.index().rows == 4000 and len(taken) == 1 and large.source not in ray_dataset._COUNTED
+    pq.write_table(pa.table({"id": np.arange(ROWS)}), tmp_path / "only.parquet")
+    monkeypatch.setattr(ray_dataset, "_COUNTED_BYTES", 8 * ROWS - 1)
+    data = from_ray(ray.data.read_parquet(str(tmp_path)))
+    assert data.index().rows == ROWS and data.source not in ray_dataset._COUNTED
 
 
 async def ended(window: block_stream._Window) -> None:
