@@ -55,11 +55,15 @@ class Lone:
     def __init__(self, task: Task, device: str) -> None:
         module, _, name = task.plan.engine.partition(":")
         self.engine = getattr(importlib.import_module(module), name)()
-        peer = Peer(rank=0, address=self.engine.reserve(GENERATION, "worker"))
-        self.engine.form(Group(generation=GENERATION, rank=0, peers=(peer,), devices=(device,)))
+        self.form(device)
         self.engine.build(task.spec, task.plan)
         self.engine.transfer(())
         self._feeds = task.feeds
+
+    def form(self, device: str) -> None:
+        """A group of its own."""
+        peer = Peer(rank=0, address=self.engine.reserve(GENERATION, "worker"))
+        self.engine.form(Group(generation=GENERATION, rank=0, peers=(peer,), devices=(device,)))
 
     def train(self, first: int, until: int) -> list[StepReport]:
         """The steps from `first` on and before `until`."""

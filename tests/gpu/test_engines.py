@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.gpu.lone import CPU, GPU, ONE_DEVICE, PARALLEL, Lone, Run, Task, trained
+from tests.support import aborting_backend
 from tests.support.conformance import torch_case
 from tests.support.conformance.attention_model import HALF, JOB, Attentive, bent
 from tests.support.conformance.harness import Pool
@@ -21,6 +22,8 @@ from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.server_processes import Served
 from trainwright.core.data import STEP_PHASES, Batch, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import PeerLost
+from trainwright.strategies.torch.distributed import process_group
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions
 from trainwright.strategies.torch.training.train_state import PhaseTimer
 
@@ -194,6 +197,28 @@ class Convolved(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.last(self.net(image).mean((2, 3)))
         return found
+
+
+def test_a_group_that_was_aborted_takes_no_step_and_forms_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    if GPU == CPU:
+        monkeypatch.setattr(process_group, "_BACKENDS", {})
+        aborting_backend.install()
+    task = Task.of(PROBLEMS["ragged"], PARALLEL)
+    expected = trained(task, GPU)
+    with Lone(task, GPU) as lone:
+        reports = lone.train(0, 3)
+        before = lone.files()
+        assert lone.engine.interrupt(10.0)
+        with pytest.raises(PeerLost):
+            lone.train(3, 4)
+        lone.engine.leave()
+        assert lone.files() == before
+        for _ in range(3):
+            lone.form(GPU)
+            lone.engine.leave()
+        lone.form(GPU)
+        reports += lone.train(3, len(task.feeds))
+        assert_same(Run(reports=reports, state=torch_case.state(lone.files())), expected)
 
 
 @pytest.mark.gpu(stand_in=False)

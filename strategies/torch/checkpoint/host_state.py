@@ -217,6 +217,7 @@ def broadcast(
     if rank != source:
         _set_options(replica, options)
         replica.rates.state = scheduler
+        replica.confirm()
         replica.sound, replica.scale = True, scale
         replica.every_used, replica.logged = every_used, logged
 

@@ -8,6 +8,9 @@ Connections are shut for reading only. gloo then ends them by itself and wakes a
 to nobody (gloo/transport/tcp/pair.cc: `signalException` skips the unbound buffers in `tx_`), and its collective would
 wait until the group's deadline, so no write must fail before gloo has seen the end. At the peers a write may fail, as
 where a process dies; `pipeline.p2p` waits only for what gloo reports, and a group that still waits is abandoned.
+
+NCCL's communicators are aborted instead. The kernel of an aborted collective ends with any values and raises nothing,
+so `confirm` comes before a result of collectives is used. Torch's own watchdog is told to end no process.
 """
 
 from __future__ import annotations
@@ -35,13 +38,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
-from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
+from trainwright.strategies.torch.torch_compat import abort_groups, process_groups, reset_group_count
 from trainwright.strategies.torch.torch_errors import clear_frames
 
+_BACKENDS = {"cuda": "nccl"}  # by type of device; gloo for all others
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# Torch's watchdog neither ends the process after an error or an abort, nor where an abort takes long. Communicators are
+# made without blocking, so that an abort reaches one that waits for its peers.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 _Result = TypeVar("_Result")
 _DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hundredths
+_ABORT_WAIT_S = 10.0  # an abort of NCCL took one second on an H100
 
 
 class ProcessGroupHandle:
@@ -59,7 +71,7 @@ class ProcessGroupHandle:
         self._store: TCPStore | None = None
         self._lock = threading.Lock()  # guards what `interrupt` reads
         self._port: int | None = None  # of the store, while this process is in a group or joins one
-        self._by_gloo = True
+        self._backend = "gloo"  # of this group
         self._interrupted: Future[None] = Future()
         self._interface = ExitStack()  # of the sockets of this group and of those that are made of its ranks
 
@@ -103,28 +115,51 @@ class ProcessGroupHandle:
         self._end()
 
     def interrupt(self) -> bool:
-        """Shut the group's connections, from any thread, so that blocked collectives raise, here and at the peers.
+        """End blocked collectives, from any thread: they raise over gloo, here and at the peers; see `confirm`.
 
-        So does who waits for the group's store. False where there was nothing to shut, or what blocks is not to be
-        found there (NCCL, not Linux).
+        So does who waits for the group's store. False where there was nothing to end, or what blocks is not to be
+        found (not Linux), or NCCL does not abort in time.
         """
         with self._lock:
             if not self._interrupted.done():
                 self._interrupted.set_result(None)
         return self._shut()
 
+    def confirm(self, device: torch.device) -> None:
+        """Wait for what the device does; raise PeerLost where the group was aborted meanwhile.
+
+        Nothing to do over gloo, whose collectives raise.
+        """
+        if self._backend == "gloo":
+            return
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        if self.aborted:
+            raise PeerLost("the group was aborted", remedy="look at the rank that failed first")
+
+    @property
+    def aborted(self) -> bool:
+        """Whether collectives of this group may have ended with any values."""
+        return self._backend != "gloo" and self._interrupted.done()
+
     def _shut(self) -> bool:
         with self._lock:
             if self._port is None:
                 return False
-            shut = shut_connections(epoll_instances() - _foreign_epolls()) + shut_port_connections(self._port)
-            return self._by_gloo and shut > 0
+            shut = shut_port_connections(self._port)
+            if self._backend == "gloo":
+                return shut_connections(epoll_instances() - _foreign_epolls()) + shut > 0
+        aborting = threading.Thread(target=abort_groups, name="aborting", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_WAIT_S)
+        return not aborting.is_alive()
 
     def _end(self) -> None:
         """End a group whose collectives may still be under way, which would keep the sockets open.
 
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
-        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
+        says; NCCL's would wait for ever. Its connections are shut then, or its communicators aborted, so that nobody
+        else does: this rank is not to wait for it either.
         """
         self._interface.close()
         self._shut()
@@ -134,7 +169,7 @@ class ProcessGroupHandle:
             return
         gc.collect()
         if distributed.is_initialized():
-            groups = [*process_groups()] if self._by_gloo else []
+            groups = [*process_groups()] if self._backend == "gloo" else []
             distributed.destroy_process_group()
             ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
             ending.start()
@@ -147,7 +182,7 @@ class ProcessGroupHandle:
         with self._lock:
             _foreign_epolls()
             self._port = group.peers[0].address.port
-            self._by_gloo = device.type != "cuda"
+            self._backend = _BACKENDS.get(device.type, "gloo")
         store = self._store = self._meet(group, deadline)
         if store.add("arrived", 1) == group.size:
             store.set("complete", "")
@@ -155,9 +190,12 @@ class ProcessGroupHandle:
         # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
         # one that had not, this process and a new one would wait for each other under different names.
         reset_group_count()
+        if self._backend == "nccl":
+            for name, value in _NCCL_SETTINGS.items():
+                os.environ.setdefault(name, value)
         with self._connecting():
             distributed.init_process_group(
-                backend="gloo" if self._by_gloo else "nccl",
+                backend=self._backend,
                 store=store,
                 rank=group.rank,
                 world_size=group.size,

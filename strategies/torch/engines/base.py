@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from trainwright.core import random_state
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.errors import JobError, PeerLost, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
@@ -44,6 +44,10 @@ class _ReplicaEngine:
         self._runner: StepRunner | None = None
         self._device = torch.device("cpu")
         self._copies = host_state.HostStateCopier()
+        # Of a process group: wait for the device and raise PeerLost where values may be those of an aborted collective;
+        # and whether they may be.
+        self._confirm: Callable[[], None] = lambda: None
+        self._aborted: Callable[[], bool] = lambda: False
 
     # --- the group ----------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class _ReplicaEngine:
     # --- for the engines ----------------------------------------------------------------------------------
 
     def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        return TorchReplica(spec, plan, self._device, self._where)
+        return TorchReplica(spec, plan, self._device, self._where, confirm=self._confirm)
 
     @property
     def replica(self) -> TorchReplica:
@@ -168,15 +172,23 @@ class _ReplicaEngine:
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Run `work`; clear the frames of errors, which would keep a process group's sockets open.
 
-        Meanwhile no other thread draws from the global generators of random numbers.
+        Meanwhile no other thread draws from the global generators of random numbers. Whatever comes of an aborted
+        group, an error or a result, is PeerLost.
         """
+        failure: TrainwrightError
         try:
             with random_state.GENERATORS_LOCK:
-                return work()
+                result = work()
+            if not self._aborted():
+                return result
+            failure = PeerLost("the group was aborted", where=self._where, remedy="look at the rank that failed first")
         except TrainwrightError as error:
             failure = error
+            if self._aborted() and not isinstance(error, PeerLost):
+                failure = peer_lost_error(error, self._where)
+                clear_frames(error)
         except RuntimeError as error:
-            if not TorchUserCode.lost_peer(error):
+            if not (self._aborted() or TorchUserCode.lost_peer(error)):
                 raise
             failure = peer_lost_error(error, self._where)
             clear_frames(error)

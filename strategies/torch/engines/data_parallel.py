@@ -26,6 +26,8 @@ class ProcessGroupEngine(TorchEngine):
         super().__init__()
         self._membership = ProcessGroupHandle()
         self._sharers: ProcessGroup | None = None
+        self._confirm = lambda: self._membership.confirm(self._device)
+        self._aborted = lambda: self._membership.aborted
 
     def reserve(self, generation: Generation, role: Role) -> Address:
         """Bind a port that the system chooses and keep it until `form`."""
@@ -45,7 +47,7 @@ class ProcessGroupEngine(TorchEngine):
         self._membership.leave()
 
     def interrupt(self, deadline_s: float) -> bool:
-        """Shut the group's connections, so that a blocked collective raises PeerLost at once. False over NCCL."""
+        """End blocked collectives, so that whoever waits for one raises PeerLost at once."""
         return self._membership.interrupt()
 
     def _all_names(self, own: Collection[str]) -> tuple[str, ...]:

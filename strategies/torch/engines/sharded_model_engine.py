@@ -151,7 +151,7 @@ class ShardedModelEngine(ProcessGroupEngine):
             self._checksum = replica_digests.parameter_digest(model, spec.weights)
             return self._shard_model(spec, plan, model)
 
-        return TorchReplica(spec, plan, self._device, self._where, part=part, place=place)
+        return TorchReplica(spec, plan, self._device, self._where, part=part, place=place, confirm=self._confirm)
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> Sequence[str]:
         """Return what of a job this engine cannot do."""

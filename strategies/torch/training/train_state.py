@@ -87,6 +87,7 @@ class TorchReplica:
         base: digest of these in all of the model; empty where there are none.
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
+        confirm: called before a result of collectives is taken; raises PeerLost where it is not valid.
         laps: times the phases of its steps.
         versions: stashed weights of a streamed pipeline; None where steps use the newest.
         begun: buffers from before the first forward of the next step; None where none has run.
@@ -113,12 +114,14 @@ class TorchReplica:
         *,
         part: ModelPart = WHOLE_MODEL,
         place: Callable[[nn.Module], Mapping[str, ShardSlice]] | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec, self.autocast, self.device, self.part = spec, AUTOCAST_DTYPES.get(plan.precision), device, part
         self.scale = LossScale() if plan.precision == "fp16" else None
         self.selective_recompute = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
+        self.confirm = confirm
         self.every_used: bool | None = None
         self.uncut = False
         self.logged: tuple[str, ...] = ()

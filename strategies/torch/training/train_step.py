@@ -139,6 +139,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         average_statistics(replica.norms, feed, runner.others)
         wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
+        replica.confirm()
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
         overflowed = has_overflowed(runner, scale, totals, feed)
@@ -368,6 +369,7 @@ def _train_by_turns(replica: TorchReplica, runner: StepRunner, feed: Feed) -> St
         else:
             updates = [("", _update_with_closure(replica, runner, feed))]
         average_statistics(replica.norms, feed, runner.others)
+        replica.confirm()
         replica.skip(feed.step, runner.where)
         attempt.applied = any(totals.weight for _, totals in updates)
     replica.laps.optimizer()

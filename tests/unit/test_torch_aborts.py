@@ -1,0 +1,100 @@
+"""Recovery where collectives raise nothing and end at an abort alone, with any values, as those of NCCL on a GPU do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import aborting_backend
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import double, one_device, saved, spec
+from tests.unit.test_torch_process_groups import share
+from trainwright.core.errors import PeerLost
+from trainwright.core.topology import StateTransfer
+from trainwright.strategies.torch.checkpoint import host_state
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
+
+WORLD, BEFORE, STEPS = 3, 2, 5
+FREED_S = 0.3  # after which the driver interrupts; long enough to be in the middle of it
+JOB = spec(model=double, clip_norm=0.1)
+
+
+def steps(engine: Any, rank: int, world: int, numbers: range) -> list[float]:
+    return [engine.train_step(share(step, rank, world, np.float64)).loss for step in numbers]
+
+
+def take(engine: Any) -> None:
+    engine.transfer([StateTransfer(piece="state", source=0, target=1)])
+
+
+MOMENTS: dict[str, Callable[[Any, int], object]] = {
+    "transfer": lambda engine, rank: take(engine),
+    "warm": lambda engine, rank: engine.warm(share(0, rank, WORLD, np.float64)),
+    "step": lambda engine, rank: steps(engine, rank, WORLD, range(BEFORE, BEFORE + 1)),
+    "verify": lambda engine, rank: engine.verify(),
+}
+
+
+def _freed(rank: int, world: int, exchange: Exchange, moment: str, dies: bool) -> Any:
+    aborting_backend.install()
+    engine = formed(rank, exchange, JOB)
+    take(engine)
+    engine.warm(share(0, rank, world, np.float64))
+    steps(engine, rank, world, range(BEFORE))
+    held = saved(engine).files
+    exchange("in the middle")
+    lost = rank == (0 if moment == "transfer" else WORLD - 1)
+    if lost and moment == "transfer":  # the description of its state goes, the tensors do not
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_state, "_broadcast_tensors", lambda *_: None)
+            take(engine)
+    if lost and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not lost:
+        interrupt = threading.Timer(FREED_S, engine.interrupt, (5.0,))
+        interrupt.start()
+        with pytest.raises(PeerLost):
+            MOMENTS[moment](engine, rank)
+        interrupt.join()
+    engine.leave()
+    left = [one for one in exchange(rank) if one is not None]
+    tag = engine._tag()
+    whole = tag.sound and tag.step == BEFORE
+    assert whole == (lost or moment != "transfer"), "what was half copied counts as whole"
+    assert not whole or saved(engine).files == held, "something was applied"
+    if moment == "transfer" and dies:
+        return "no whole state is left"
+    place = left.index(rank)
+    formed(rank, exchange, JOB, engine=engine, ranks=left)
+    take(engine)
+    engine.warm(share(0, place, len(left), np.float64))
+    losses = steps(engine, place, len(left), range(BEFORE, STEPS))
+    engine.verify()
+    weights = {name: value.numpy() for name, value in load_weights(saved(engine)).items()}
+    engine.leave()
+    return losses, weights
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "stays away"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_abort_frees_survivors_with_their_state_and_the_run_goes_on(moment: str, dies: bool) -> None:
+    answers = run_ranks(partial(_freed, moment=moment, dies=dies), WORLD)
+    if moment == "transfer" and dies:
+        assert answers == [None, *["no whole state is left"] * (WORLD - 1)]
+        return
+    results = [one for one in answers if one is not None]
+    assert len(results) == WORLD - dies
+    alone = one_device(JOB)
+    expected = steps(alone, 0, 1, range(STEPS))[BEFORE:]
+    weights = load_weights(saved(alone))
+    for losses, found in results:
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+        for name, value in weights.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12)
