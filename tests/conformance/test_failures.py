@@ -14,6 +14,7 @@ from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.driver.rendezvous import agree_at_step
 
+ABORTED = [(case, workers) for case, workers in several(2, in_place=True) if case.framework == "torch"]
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
     "nan": (NonFiniteLoss, f"step {PART + 1}"),
@@ -126,6 +127,26 @@ def test_interrupt_frees_a_blocked_step_or_says_that_it_cannot(pool: Pool, case:
         world.ranks[0].send("interrupted", feeds[0][0], 0.5)  # the others do not step, so it blocks
         outcome = world.ranks[0].outcome(SOON_S)
         assert isinstance(outcome.value, PeerLost) or (outcome.dead and not case.interruptible), outcome
+    finally:
+        world.close(failed=True)
+
+
+@pytest.mark.parametrize(("case", "workers"), ABORTED, ids=label)
+def test_an_abort_frees_a_step_whose_collectives_raise_nothing(pool: Pool, case: Case, workers: int) -> None:
+    """As those of NCCL: they end with any values, and the step changes nothing."""
+    feeds = case.feeds(PROBLEM, workers, range(PART + 1))
+    world = case.world(pool, PROBLEM, workers)
+    try:
+        for rank in world.ranks:
+            rank.call("block_until_aborted")
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        before = state_of(case, world)
+        world.ranks[0].send("interrupted", feeds[PART][0], 0.5)  # the others do not step, so it blocks
+        outcome = world.ranks[0].outcome(SOON_S)
+        assert isinstance(outcome.value, PeerLost), outcome
+        world.leave()
+        assert_same(before, state_of(case, world))
     finally:
         world.close(failed=True)
 

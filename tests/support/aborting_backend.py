@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class _Collective(Work):
         return self.done.is_set() or self._aborted.is_set()
 
 
+_Calls = queue.Queue[tuple[_Collective, Callable[[Any], Any]]]
+
+
 class AbortingGroup(distributed.ProcessGroup):
     """The process group. It connects in its first collective, as NCCL does."""
 
@@ -61,28 +65,39 @@ class AbortingGroup(distributed.ProcessGroup):
         super().__init__(rank, size)
         self._arguments = store, rank, size, timeout
         self._aborted = threading.Event()
-        self._calls: queue.Queue[tuple[_Collective, Callable[[Any], Any]]] = queue.Queue()
-        threading.Thread(target=self._serve, name="collectives", daemon=True).start()
+        self._streams: dict[str, _Calls] = {}
+        self._connecting = threading.Lock()
 
-    def _serve(self) -> None:
+    @cached_property
+    def _gloo(self) -> distributed.ProcessGroupGloo:
+        return distributed.ProcessGroupGloo(*self._arguments)
+
+    def _serve(self, calls: _Calls) -> None:
         """Carry out what was called, in this order."""
-        gloo = None
         while True:
-            work, call = self._calls.get()
+            work, call = calls.get()
             try:
-                gloo = gloo or distributed.ProcessGroupGloo(*self._arguments)
+                with self._connecting:
+                    gloo = self._gloo
                 call(gloo).wait()
             except RuntimeError:
                 return  # a kernel raises nothing: it waits, and so do those behind it
             work.done.set()
 
     def _start(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: Callable[[Any, Any, Any], Any]
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        call: Callable[[Any, Any, Any], Any],
+        stream: str = "",
     ) -> _Collective:
         copies = [output.detach().clone() for output in outputs]
         given = [each.detach().clone() for each in inputs]
         work = _Collective(outputs, copies, self._aborted)
-        self._calls.put((work, lambda gloo: call(gloo, copies, given)))
+        if stream not in self._streams:
+            self._streams[stream] = queue.Queue()
+            threading.Thread(target=self._serve, args=(self._streams[stream],), daemon=True).start()
+        self._streams[stream].put((work, lambda gloo: call(gloo, copies, given)))
         return work
 
     def abort(self) -> None:
@@ -90,6 +105,18 @@ class AbortingGroup(distributed.ProcessGroup):
 
     def shutdown(self) -> None:
         self._aborted.set()
+
+    supports_coalescing = False
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
 
     def getBackendName(self) -> str:
         return NAME
@@ -112,6 +139,14 @@ class AbortingGroup(distributed.ProcessGroup):
             return gloo._reduce_scatter_base(copies[0], held[0], opts)
 
         return self._start([output], [given], call)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return self._start((), tensors, lambda gloo, _, given: gloo.send(given, to, tag), f"to {to}, {tag}")
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self._start(tensors, (), lambda gloo, copies, _: gloo.recv(copies, source, tag), f"from {source}, {tag}")
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # since torch 2.13
 
     def barrier(self, opts: Any = None) -> Work:
         return self._start((), (), lambda gloo, copies, _: gloo.barrier())

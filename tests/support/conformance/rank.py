@@ -114,6 +114,12 @@ class Session:
     def set_environment(self, name: str, value: str) -> None:
         os.environ[name] = value
 
+    def block_until_aborted(self) -> None:
+        """Let collectives of groups to come raise nothing, and block until they are aborted."""
+        from tests.support import aborting_backend
+
+        aborting_backend.install()
+
     def reserve(self, generation: Generation, role: Role) -> Address:
         return self.engine.reserve(generation, role)
 
