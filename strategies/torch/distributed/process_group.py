@@ -146,34 +146,33 @@ class ProcessGroupHandle:
         with self._lock:
             if self._port is None:
                 return False
-            shut = shut_port_connections(self._port)
+            shut = shut_connections(epoll_instances() - _foreign_epolls()) if self._backend == "gloo" else 0
+            shut += shut_port_connections(self._port)
             if self._backend == "gloo":
-                return shut_connections(epoll_instances() - _foreign_epolls()) + shut > 0
-        aborting = threading.Thread(target=abort_groups, name="aborting", daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_WAIT_S)
-        return not aborting.is_alive()
+                return shut > 0
+        return _run_for(abort_groups, _ABORT_WAIT_S)
 
     def _end(self) -> None:
         """End a group whose collectives may still be under way, which would keep the sockets open.
 
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
-        says; NCCL's would wait for ever. Its connections are shut then, or its communicators aborted, so that nobody
-        else does: this rank is not to wait for it either.
+        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either. NCCL ends
+        a group with its peers, and is aborted where it does not, or was interrupted.
         """
         self._interface.close()
-        self._shut()
+        if self._backend == "gloo" or self.aborted:
+            self._shut()
         with self._lock:
             self._port = None
         if self._store is None:
             return
         gc.collect()
-        if distributed.is_initialized():
-            groups = [*process_groups()] if self._backend == "gloo" else []
+        if distributed.is_initialized() and self._backend == "gloo":
+            groups = [*process_groups()]
             distributed.destroy_process_group()
-            ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
-            ending.start()
-            ending.join(_DESTROY_WAIT_S)
+            _run_for(groups.clear, _DESTROY_WAIT_S)
+        elif distributed.is_initialized() and not _run_for(distributed.destroy_process_group, _ABORT_WAIT_S):
+            _run_for(abort_groups, _ABORT_WAIT_S)
         self._store = None
 
     def _join(self, group: Group, device: torch.device) -> None:
@@ -271,6 +270,14 @@ class ProcessGroupHandle:
         for each in self._sockets:
             each.close()
         self._sockets = ()
+
+
+def _run_for(work: Callable[[], object], seconds: float) -> bool:
+    """Call a function in a thread, which is left behind after so many seconds; False then."""
+    thread = threading.Thread(target=work, name="ending", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _end_foreign_group() -> None:
