@@ -616,8 +616,21 @@ def known_rows(dataset: Any) -> int | None:
 
 
 def is_plain_read(dataset: Any) -> bool:
-    """Return whether a Ray Dataset reads and does nothing else."""
-    return all(type(operator).__name__ in _READS for operator in _operators(dataset))
+    """Return whether a Ray Dataset reads, by Ray Data's own means and in one order, and does nothing else.
+
+    A data source or function of the user's may give other rows in each pass, and shuffled files another order.
+    """
+    return all(map(_is_plain, _operators(dataset)))
+
+
+def _is_plain(operator: Any) -> bool:
+    source = getattr(operator, "datasource", None)
+    shuffle = getattr(operator, "shuffle_config_factory", lambda: None)()
+    changes = [getattr(source, name, None) for name in ("_block_udf", "_shuffle")] + [
+        getattr(operator, "block_udf", None)
+    ]
+    own = source is None or type(source).__module__.startswith("ray.")
+    return type(operator).__name__ in _READS and own and shuffle is None and not any(changes)
 
 
 _READS = frozenset({"Read", "ListFiles", "ReadFiles"})  # names of Ray Data's operators

@@ -163,6 +163,16 @@ def test_what_was_executed_to_count_rows_is_the_first_pass(tmp_path: Path) -> No
     assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+class OwnSource(ray.data.Datasource):
+    """A data source of the user's."""
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *more: Any, **options: Any) -> list[Any]:
+        return []
+
+
 def test_a_small_plain_read_is_executed_once_for_all_passes(tmp_path: Path, ray_cluster: None) -> None:
     """Two passes come though the files are gone. What does more than read is executed in each."""
     for part in range(4):
@@ -174,6 +184,8 @@ def test_a_small_plain_read_is_executed_once_for_all_passes(tmp_path: Path, ray_
     more = read.map_batches(lambda columns: columns)
     assert not block_stream.is_plain_read(more) and block_stream.known_rows(more) is None
     assert from_ray(more).source.spec(from_ray(more).index(), 2).counted_passes == 1
+    assert not block_stream.is_plain_read(ray.data.read_datasource(OwnSource())), "it may give other rows each time"
+    assert not block_stream.is_plain_read(ray.data.read_parquet(str(tmp_path), shuffle="files"))
     data = from_ray(read)
     index = data.index()
     assert index.rows == ROWS
