@@ -141,6 +141,10 @@ class UserCodeError(TrainwrightError):
     """The user's model, loss, optimizer, step, metric or transform raised; `detail` is its traceback."""
 
 
+class DeviceError(TrainwrightError):
+    """An accelerator failed, so that its process cannot use it any more; another process takes the rank."""
+
+
 class MissingFramework(UserCodeError):
     """The job needs a framework that is not installed."""
 

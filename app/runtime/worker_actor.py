@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 
 from trainwright.core.errors import (
     DataError,
+    DeviceError,
     FencedError,
     JobError,
     NonFiniteLoss,
@@ -52,6 +53,7 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
     ((PeerLost,), "peer"),
     ((StorageError,), "storage"),
     ((DataError,), "data"),
+    ((DeviceError,), "internal"),
 )
 
 

@@ -8,7 +8,7 @@ import traceback
 import torch
 from torch import distributed
 
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.errors import DeviceError, JobError, TrainwrightError
 from trainwright.strategies.common.user_code_errors import UserCode, first_line, package_folder
 from trainwright.strategies.torch.torch_compat import COMPILER_PACKAGES
 
@@ -16,6 +16,10 @@ _LOST = re.compile(
     r"gloo/|Gloo connect|connectFullMesh|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
     r"Socket Timeout|wait timeout"
 )
+
+_NO_MEMORY, _ASSERTION = "out of memory", "device-side assert"
+# What the libraries report of a device that failed in or before their call, as a RuntimeError.
+_FAILED_CALL = re.compile(r"(CU|HIP)\w+_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)")
 
 
 class TorchUserCode(UserCode):
@@ -32,6 +36,9 @@ class TorchUserCode(UserCode):
 
     def meaning(self, error: BaseException) -> TrainwrightError:
         """Return the error that an exception stands for; for the compiler's own, say how to do without it."""
+        failed = None if _ASSERTION in str(error) else device_error(error, self.where)
+        if failed is not None:
+            return failed
         if not type(error).__module__.startswith(COMPILER_PACKAGES):
             return super().meaning(error)
         missing = "no C++ compiler was found: install one, such as g++, or " if "CxxCompiler" in str(error) else ""
@@ -43,9 +50,31 @@ class TorchUserCode(UserCode):
     @classmethod
     def remedy(cls, error: BaseException) -> str:
         """Return what to do about an exception; sharded parameters cannot be used outside their module."""
+        if _ASSERTION in str(error):
+            return (
+                "look for an index that is too large, such as a token outside the vocabulary or a label outside the "
+                "classes: a run on CPUs, or with CUDA_LAUNCH_BLOCKING=1 in the environment, names the operation"
+            )
         if "mixed torch.Tensor and DTensor" in str(error):
             return "call the model itself, and use a parameter in the forward of the module that holds it alone"
         return super().remedy(error)
+
+
+def device_error(error: BaseException, where: str) -> DeviceError | None:
+    """Return the DeviceError for an exception after which the process cannot use its accelerator; None for others.
+
+    Such an error is sticky: every later call on the device raises it. Too little memory is not.
+    """
+    text = str(error)
+    lost = isinstance(error, torch.AcceleratorError) and _NO_MEMORY not in text
+    if not lost and not (isinstance(error, RuntimeError) and _FAILED_CALL.search(text)):
+        return None
+    return DeviceError(
+        f"the accelerator failed: {first_line(error)}",
+        where=where,
+        remedy="the rank continues in another process; if it fails again there, look at the node's kernel log (dmesg, "
+        "Xid messages) and take the node out of the cluster",
+    )
 
 
 def summarize_error(error: Exception, limit: int = 200) -> str:

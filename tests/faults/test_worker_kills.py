@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import trainwright as tw
@@ -71,6 +72,27 @@ def test_a_killed_worker_costs_nothing(
     formed = told(folder, "faulty", events.Formed)
     assert [event.source for event in formed] == ["initial", "replica"]
     assert (formed[-1].survivors, formed[-1].steps_lost, formed[-1].step) == (1, 0, 12)
+
+
+class DeviceFailure(torch_jobs.Kill):
+    """An error after which a process cannot use its GPU."""
+
+    def strike(self) -> None:
+        if not self.mark.exists():
+            self.mark.write_text(str(os.getpid()))
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore of CUDA's advice")
+
+
+def test_a_failed_device_ends_its_process_and_costs_nothing(folder: Path, unbroken: Callable[[int], State]) -> None:
+    failure = DeviceFailure(rank=1, step=12, folder=str(folder.parent))
+    assert tw.fit(torch_jobs.job(folder, (failure,))).state == "done"
+    failed: Any = told(folder, "faulty", events.Failed)
+    assert [(event.rank, event.step) for event in failed] == [(1, 12)]
+    assert failed[0].cause == "the accelerator failed: CUDA error: an illegal memory access was encountered"
+    assert not Path(f"/proc/{failure.mark.read_text()}").exists()
+    assert state_of(folder, "faulty") == unbroken(2)
+    formed: Any = told(folder, "faulty", events.Formed)
+    assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
 
 
 def test_a_loader_of_the_users_own_gives_the_bits_of_the_same_rows_by_number(

@@ -32,7 +32,7 @@ def question(number: int) -> tuple[tw.ModelProfile, tw.Cluster, int]:
     return profile, cluster, 2 ** draw.randint(0, 11)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, PARTS))])
 def test_three_ways_to_ask_give_the_same_plan(part: int) -> None:
     found = 0
     for number in range(part, QUESTIONS, PARTS):

@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 from trainwright.core import random_state
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import JobError, PeerLost, TrainwrightError
+from trainwright.core.errors import DeviceError, JobError, PeerLost, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
-from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
+from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames, device_error
 from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
@@ -184,13 +184,15 @@ class _ReplicaEngine:
             failure = PeerLost("the group was aborted", where=self._where, remedy="look at the rank that failed first")
         except TrainwrightError as error:
             failure = error
-            if self._aborted() and not isinstance(error, PeerLost):
+            if self._aborted() and not isinstance(error, (PeerLost, DeviceError)):
                 failure = peer_lost_error(error, self._where)
                 clear_frames(error)
         except RuntimeError as error:
-            if not (self._aborted() or TorchUserCode.lost_peer(error)):
+            lost = self._aborted() or TorchUserCode.lost_peer(error)
+            failed = device_error(error, self._where)
+            if failed is None and not lost:
                 raise
-            failure = peer_lost_error(error, self._where)
+            failure = failed or peer_lost_error(error, self._where)
             clear_frames(error)
         clear_frames(failure)
         raise failure
