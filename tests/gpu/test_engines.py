@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +31,7 @@ from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 pytestmark = pytest.mark.gpu
 
+ABORTS = 12  # each took a second on an H100
 TOLERANCE = 1e-9  # over 50 steps in float64
 ENGINES = {"one device": ONE_DEVICE, "over NCCL": PARALLEL}
 ATTENTIVE = replace(PROBLEMS["ragged"], inputs=("x",))
@@ -199,6 +202,20 @@ class Convolved(nn.Module):
         return found
 
 
+def resources_after_abort(lone: Lone) -> tuple[int, ...]:
+    """Form a group, use and abort it; return open files, threads and, on a GPU, bytes in use of the whole device."""
+    lone.form(GPU)
+    lone.engine.verify()
+    assert lone.engine.interrupt(10.0)
+    lone.engine.leave()
+    gc.collect()
+    counts = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    if GPU == CPU:
+        return counts
+    free, total = torch.cuda.mem_get_info()
+    return *counts, total - free
+
+
 def test_a_group_that_was_aborted_takes_no_step_and_forms_again(monkeypatch: pytest.MonkeyPatch) -> None:
     if GPU == CPU:
         monkeypatch.setattr(process_group, "_BACKENDS", {})
@@ -213,9 +230,9 @@ def test_a_group_that_was_aborted_takes_no_step_and_forms_again(monkeypatch: pyt
             lone.train(3, 4)
         lone.engine.leave()
         assert lone.files() == before
-        for _ in range(3):
-            lone.form(GPU)
-            lone.engine.leave()
+        used = [resources_after_abort(lone) for _ in range(ABORTS)]
+        growth = [after - before for before, after in zip(used[2], used[-1], strict=True)]
+        assert max(growth[:2]) < ABORTS / 3 and sum(growth[2:]) < 64 << 20, used
         lone.form(GPU)
         reports += lone.train(3, len(task.feeds))
         assert_same(Run(reports=reports, state=torch_case.state(lone.files())), expected)

@@ -55,7 +55,7 @@ class _Collective(Work):
         return self.done.is_set() or self._aborted.is_set()
 
 
-_Calls = queue.Queue[tuple[_Collective, Callable[[Any], Any]]]
+_Calls = queue.Queue[tuple[_Collective, Callable[[Any], Any]] | None]
 
 
 class AbortingGroup(distributed.ProcessGroup):
@@ -73,9 +73,9 @@ class AbortingGroup(distributed.ProcessGroup):
         return distributed.ProcessGroupGloo(*self._arguments)
 
     def _serve(self, calls: _Calls) -> None:
-        """Carry out what was called, in this order."""
-        while True:
-            work, call = calls.get()
+        """Carry out what was called, in this order, until the abort."""
+        while called := calls.get():
+            work, call = called
             try:
                 with self._connecting:
                     gloo = self._gloo
@@ -102,9 +102,10 @@ class AbortingGroup(distributed.ProcessGroup):
 
     def abort(self) -> None:
         self._aborted.set()
+        for calls in self._streams.values():
+            calls.put(None)
 
-    def shutdown(self) -> None:
-        self._aborted.set()
+    shutdown = abort
 
     supports_coalescing = False
 
