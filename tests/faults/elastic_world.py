@@ -25,7 +25,8 @@ from trainwright.core import events
 
 HEAD_CPUS, NODE_CPUS, SLOT_CPUS = 16, 8, 3.5  # the last follows from the second: (8 - 1) / 2
 LOSE_AT = 5
-SLOW_S = {4: 0.3, 3: 1.0}  # of a step from there, by workers: time for the second node to come and to be used
+SLOW_S = 0.3  # of a step from there, until there are five: time for nodes to go, come and be used
+PLACED_AT, PLACED = 40, 6  # the step that three wait in for two more to be placed
 
 
 class Smooth(nn.Module):
@@ -48,15 +49,18 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def slow_step(marks: Path) -> Any:
-    """Return the usual step, which marks each world so far and waits until there are five."""
+def slow_step(folder: Path) -> Any:
+    """Return the usual step, which marks each world so far and is slow until there are five."""
+    marks = folder.parent
     inner = torch_jobs.make_step(())
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         now, size = int(getattr(model, "module", model).steps), world_size()
-        if model.training and size in SLOW_S and now >= LOSE_AT:
+        if model.training and size in (3, 4) and now >= LOSE_AT:
             (marks / f"{size}-workers").touch()
-            threading.Event().wait(SLOW_S[size])
+            threading.Event().wait(SLOW_S)
+        if size == 3 and now == PLACED_AT:
+            torch_jobs.await_told(str(folder), torch_jobs.Awaited(kind=events.Placed, number=PLACED))
         return inner(model, batch)
 
     return step
@@ -66,7 +70,7 @@ def elastic_job(folder: Path, **fields: Any) -> tw.Job:
     """Six epochs in float64."""
     folder.mkdir(parents=True, exist_ok=True)
     return torch_jobs.job(
-        folder, model=Smooth, step=slow_step(folder.parent), epochs=8, workers=4, failures=5, **fields
+        folder, model=Smooth, step=slow_step(folder), epochs=8, workers=4, failures=5, **fields
     )
 
 
@@ -114,7 +118,8 @@ def main(folder: Path) -> None:
     held = [hold(head, HEAD_CPUS - 3 * SLOT_CPUS), hold(second.node_id, NODE_CPUS - SLOT_CPUS)]
     run = tw.start(elastic_job(folder, min_workers=3, max_workers=5, shrink_s=8.0))
     await_world(folder, 4)
-    await_formed(folder, 4)  # the run begins with three where the fourth is late
+    await_formed(folder, 4)
+    (folder.parent / "3-workers").unlink(missing_ok=True)  # the run begins with three where the fourth is late
     cluster.remove_node(second, allow_graceful=False)
     await_world(folder, 3)
     cluster.add_node(num_cpus=NODE_CPUS)
