@@ -41,9 +41,11 @@ def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
     state = turn.state
     assert state.epoch.heal is not None, "there is a restore plan"
     nodes = [member.node for member in state.membership.members]
+    keepers = () if state.memory.keep_off else choose_memory_copy_ranks(tags, nodes, state.settings.world.reform)
     turn.change(
         writers=choose_writers(tags),
-        keepers=() if state.memory.keep_off else choose_memory_copy_ranks(tags, nodes, state.settings.world.reform),
+        keepers=keepers,
+        neighbours=choose_neighbours(tags, nodes, keepers),
         kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
         layout=tags[0].layout,
         considered=-1,
@@ -310,6 +312,26 @@ def choose_memory_copy_ranks(
     return tuple(sorted(keepers)) if needed else ()
 
 
+def choose_neighbours(
+    tags: Mapping[int, StateTag], nodes: Sequence[str], keepers: Sequence[int]
+) -> tuple[tuple[str, str], ...]:
+    """Return the nodes that alone hold copies of some piece, each with another node that gets its copies too.
+
+    Args:
+        tags: what each rank holds, by rank.
+        nodes: name of the node of each rank.
+        keepers: from `choose_memory_copy_ranks`.
+    """
+    ring = tuple(dict.fromkeys(nodes[rank] for rank in keepers))
+    holders: dict[str, set[str]] = {}
+    for rank in keepers:
+        for piece in tags[rank].pieces:
+            holders.setdefault(piece, set()).add(nodes[rank])
+    alone = {node for found in holders.values() if len(found) < _COPIES_IN_MEMORY for node in found}
+    following = (*ring[1:], *ring[:1])
+    return tuple((node, after) for node, after in zip(ring, following, strict=True) if node in alone and after != node)
+
+
 def wants_memory_copy(state: DriverState, now_s: float) -> bool:
     """Whether the current step is to be copied into memory now."""
     interval_s = _memory_copy_interval_s(state)
@@ -331,15 +353,17 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
     )
     turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
     hold = (state.memory.kept.version,) if state.memory.kept else ()
-    turn.call(workers, "keep", m.MemoryCopyRequest(version=keeping.version, hold=hold))
+    request = m.MemoryCopyRequest(version=keeping.version, hold=hold, neighbours=state.memory.neighbours)
+    turn.call(workers, "keep", request)
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
     """Note one rank's files in memory; the copy is complete after the last one."""
-    membership, keeping = turn.state.membership, _current_memory_copy(turn.state)
-    node = membership.members[membership.rank_of[event.worker]].node
-    files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
-    turn.change(keeping=replace(keeping, files=keeping.files + files))
+    memory, keeping, taken = turn.state.memory, _current_memory_copy(turn.state), event.value
+    turn.change(keeping=replace(keeping, files=keeping.files + taken.files))
+    if taken.trouble and memory.neighbours:
+        turn.change(neighbours=())
+        turn.emit(Noted(text=f"copies of the state stay in the memory of their own nodes: {taken.trouble}"))
     _drop_memory_copy_owing(turn, frozenset({event.worker}))
 
 

@@ -304,6 +304,7 @@ class MemoryCheckpoints:
     """Copies of the state in the nodes' memory."""
 
     keepers: tuple[int, ...] = ()  # ranks that copy their pieces into the memory of their nodes
+    neighbours: tuple[tuple[str, str], ...] = ()  # (node, the node that gets its copies too)
     keeping: MemoryCopy | None = None  # copy under way
     kept: MemoryCheckpoint | None = None  # newest complete copy
     versions: int = 0  # number of the last copy that was started

@@ -12,7 +12,7 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 | evaluate   | EvaluateRequest     | MetricSums               | steps  |
 | snapshot   | SnapshotRequest     | SnapshotTaken            | steps  |
 | upload     | checkpoint path     | CheckpointFile, ...      | upload |
-| keep       | MemoryCopyRequest   | CheckpointFile, ...      | keep   |
+| keep       | MemoryCopyRequest   | MemoryCopyTaken          | keep   |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |
@@ -81,6 +81,16 @@ class MemoryCopyRequest:
 
     version: int
     hold: tuple[int, ...] = ()
+    # (node, another node): whose memory gets the files of which node too, because no other node writes the same
+    neighbours: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCopyTaken:
+    """What a rank has written to the memory of its node, and of the neighbour that it was told."""
+
+    files: tuple[NodeMemoryFile, ...]
+    trouble: str = ""  # why the neighbour has no copy
 
 
 @dataclass(frozen=True, kw_only=True)

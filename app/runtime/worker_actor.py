@@ -41,12 +41,13 @@ from trainwright.core.redaction import redact
 from trainwright.core.topology import Generation, Group
 from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
-from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
+from trainwright.storage.memory_checkpoints import MemoryCheckpointStore, MemoryPart, PeerMemory
 from trainwright.strategies.common.socket_transport import set_own_host
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
 _FETCH_S = 120.0
+_STARTED_S = 5.0  # for an actor of another node to be known
 
 _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
     ((UserCodeError, NonFiniteLoss, JobError), "user"),
@@ -108,7 +109,7 @@ class WorkerCalls:
         try:
             set_own_host(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
             self._worker = Worker(
-                self._order, socket.gethostname(), _remote_fetch(self._place.run), emit=self._prints.add
+                self._order, socket.gethostname(), _ClusterMemory(self._place.run), emit=self._prints.add
             )
             if spare:
                 self._worker.rehearse()
@@ -327,6 +328,14 @@ class MemoryStoreProcess:
         except StorageError as error:
             return CallFailure(kind="storage", error=error)
 
+    def receive(self, part: MemoryPart) -> CallFailure | None:
+        """Write a part of a file of another node."""
+        try:
+            self._copies.receive(part)
+        except StorageError as error:
+            return CallFailure(kind="storage", error=error)
+        return None
+
     def remove(self, token: int) -> CallFailure | None:
         """Remove all copies, because the run has ended."""
         refusal = self._refusal(token)
@@ -342,20 +351,39 @@ MEMORY_STORE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(MemoryStoreProc
 """The actor class of in-memory checkpoint stores."""
 
 
-def _remote_fetch(run: str) -> FetchFile:
-    """Return a function that reads files from the in-memory checkpoint stores of other nodes."""
+class _ClusterMemory(PeerMemory):
+    """The in-memory checkpoint stores of a run's other nodes."""
 
-    def fetch(node: str, version: int, name: str) -> bytes:
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def fetch(self, node: str, version: int, name: str) -> bytes:
+        """Read a file. Raises StorageError."""
+        return bytes(self._ask(node, "read", version, name))
+
+    def send(self, node: str, part: MemoryPart) -> None:
+        """Write a part of a file. Raises StorageError."""
+        self._ask(node, "receive", part)
+
+    def _ask(self, node: str, method: str, *arguments: Any) -> Any:
         try:
-            keeper: Any = ray.get_actor(memory_store_name(run, node), namespace=NAMESPACE)
-            found: Any = ray.get(keeper.read.remote(version, name), timeout=_FETCH_S)
+            found: Any = ray.get(getattr(self._store_of(node), method).remote(*arguments), timeout=_FETCH_S)
         except (ValueError, RayError) as error:
             raise StorageError(f"the memory of {node} cannot be reached: {error}") from error
         if isinstance(found, CallFailure):
             raise found.error
-        return bytes(found)
+        return found
 
-    return fetch
+    def _store_of(self, node: str) -> Any:
+        """Return the store's actor, which the driver may be about to start. Raises ValueError."""
+        until_s = time.monotonic() + _STARTED_S
+        while True:
+            try:
+                return ray.get_actor(memory_store_name(self._run, node), namespace=NAMESPACE)
+            except ValueError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.1)
 
 
 def _fenced(where: str) -> CallFailure:

@@ -15,9 +15,10 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainwright.core.engine import CheckpointFile
@@ -29,12 +30,36 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"
 _HEADROOM = 1.1  # shared memory must have this multiple of the state's size free
 
+_PART_BYTES = 16 << 20
+_PAUSES, _PAUSE_S = 9, 2.0  # between two parts: times the time that the last one took on the network, and the most
+
 FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node
 
+SendPart = Callable[["MemoryPart"], object]
 
-def fetch_unavailable(node: str, version: int, name: str) -> bytes:
-    """Raise StorageError: used where no other node can be reached."""
-    raise StorageError(f"the memory of {node} cannot be reached", where=f"{version}/{name}")
+
+class PeerMemory:
+    """The memory of other nodes. Here none can be reached."""
+
+    def fetch(self, node: str, version: int, name: str) -> bytes:
+        """Read a file. Raises StorageError."""
+        raise StorageError(f"the memory of {node} cannot be reached", where=f"{version}/{name}")
+
+    def send(self, node: str, part: MemoryPart) -> None:
+        """Write a part of a file; the parts come in order. Raises StorageError."""
+        raise StorageError(f"the memory of {node} cannot be reached", where=f"{part.version}/{part.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """A part of a file on its way to the memory of another node."""
+
+    version: int
+    name: str
+    offset: int
+    data: bytes
+    size_bytes: int  # of the whole file
+    hold: tuple[int, ...] = ()  # older versions that stay
 
 
 class MemoryCheckpointStore:
@@ -42,9 +67,11 @@ class MemoryCheckpointStore:
 
     Args:
         uri: of the run.
+        pause: waits between the parts that are sent to another node.
     """
 
-    def __init__(self, uri: str, memory: Path = SHARED_MEMORY) -> None:
+    def __init__(self, uri: str, memory: Path = SHARED_MEMORY, pause: Callable[[float], object] = time.sleep) -> None:
+        self._pause = pause
         self.folder = memory / f"{FOLDER_PREFIX}{os.geteuid()}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
 
     def write(self, version: int, size_bytes: int, hold: Iterable[int]) -> _MemoryCheckpointWriter:
@@ -79,6 +106,45 @@ class MemoryCheckpointStore:
                 return file.read()
         except OSError as error:
             raise _unreadable_copy(place, str(error)) from error
+
+    def send(self, version: int, files: Iterable[CheckpointFile], hold: tuple[int, ...], send: SendPart) -> None:
+        """Send files of a version to another node. Raises StorageError.
+
+        The network is used for a tenth of the time, or for one part each two seconds.
+        """
+        for entry in files:
+            place, offset = self.folder / str(version) / entry.name, 0
+            with open(place, "rb", opener=_open_regular_file) as file:
+                while (data := file.read(_PART_BYTES)) or not offset:
+                    part = MemoryPart(
+                        version=version,
+                        name=entry.name,
+                        offset=offset,
+                        data=data,
+                        size_bytes=entry.size_bytes,
+                        hold=hold,
+                    )
+                    begun_s = time.monotonic()
+                    send(part)
+                    offset += len(data) or 1
+                    self._pause(min(_PAUSE_S, _PAUSES * (time.monotonic() - begun_s)))
+
+    def receive(self, part: MemoryPart) -> None:
+        """Write a part of a file of another node; the first one starts the file. Raises StorageError."""
+        place = self.folder / str(part.version) / part.name
+        try:
+            if not part.offset:
+                self.write(part.version, part.size_bytes, part.hold)
+                _write(place, part.data)
+                return
+            with open(place, "ab", opener=_open_regular_file) as file:
+                if file.tell() == part.offset:
+                    file.write(part.data)
+                    return
+                trouble = f"it has {file.tell():,} bytes, not {part.offset:,}"
+        except OSError as error:
+            raise _no_room(self.folder, str(error)) from error
+        raise _unreadable_copy(place, trouble)
 
     def remove(self) -> None:
         """Remove all versions; what belongs to another user stays."""

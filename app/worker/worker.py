@@ -45,7 +45,7 @@ from trainwright.core.engine import (
     StateWriter,
     TorchTrainingEngine,
 )
-from trainwright.core.errors import NonFiniteLoss, PeerLost, StoreDown
+from trainwright.core.errors import NonFiniteLoss, PeerLost, StorageError, StoreDown
 from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
@@ -55,6 +55,8 @@ from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCheckpoint,
     MemoryCopyRequest,
+    MemoryCopyTaken,
+    NodeMemoryFile,
     PredictRequest,
     ProbeRequest,
     ReserveRequest,
@@ -66,10 +68,9 @@ from trainwright.driver.messages import (
 )
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.storage.memory_checkpoints import (
-    FetchFile,
     MemoryCheckpointReader,
     MemoryCheckpointStore,
-    fetch_unavailable,
+    PeerMemory,
 )
 from trainwright.storage.object_store import Store, open_store
 from trainwright.strategies import engine_class
@@ -85,7 +86,7 @@ class Worker:
 
     Args:
         node: name of this node, as the driver knows it.
-        fetch: reads from the memory of another node.
+        peers: the memory of other nodes.
         emit: takes images and texts of callbacks.
     """
 
@@ -93,7 +94,7 @@ class Worker:
         self,
         order: WorkerConfig,
         node: str = "",
-        fetch: FetchFile = fetch_unavailable,
+        peers: PeerMemory | None = None,
         *,
         emit: Callable[[MediaLogged], object] = lambda media: None,
     ) -> None:
@@ -101,7 +102,7 @@ class Worker:
         self._plan = order.plan
         self._engine: Engine = engine_class(order.plan)()
         store = open_store(order.storage)
-        self._copies = StateCopies(store, order.run, node, fetch)
+        self._copies = StateCopies(store, order.run, node, peers or PeerMemory())
         self._copies.check_store()
         self._quarantine = Quarantine(store, order.run)
         self._evaluate_quarantine = Quarantine(store, order.run, "evaluate")
@@ -383,8 +384,8 @@ class Worker:
         """Write the files of the last snapshot to a checkpoint's folder."""
         return self._copies.upload(path)
 
-    def keep(self, order: MemoryCopyRequest) -> tuple[CheckpointFile, ...]:
-        """Write the files of the last snapshot to the node's memory, where they outlive this process."""
+    def keep(self, order: MemoryCopyRequest) -> MemoryCopyTaken:
+        """Write the files of the last snapshot to the memory of this node, and of its neighbour."""
         return self._copies.keep(order)
 
     def stop(self) -> None:
@@ -649,11 +650,11 @@ class StateCopies:
 
     Args:
         node: of this process, as the driver names it.
-        fetch: reads from the memory of another node.
+        peers: the memory of other nodes.
     """
 
-    def __init__(self, store: Store, run: str, node: str, fetch: FetchFile) -> None:
-        self._store, self._run, self._node, self._fetch = store, run, node, fetch
+    def __init__(self, store: Store, run: str, node: str, peers: PeerMemory) -> None:
+        self._store, self._run, self._node, self._peers = store, run, node, peers
         self._memory = MemoryCheckpointStore(store.uri_of(run))
         self._snapshots: dict[str, tuple[StateSnapshot, _Save]] = {}  # by the verb that they are for
 
@@ -680,12 +681,24 @@ class StateCopies:
         save(copy, writer)
         return writer.entries
 
-    def keep(self, wanted: MemoryCopyRequest) -> tuple[CheckpointFile, ...]:
-        """Write the files of the last snapshot to the node's memory, where they outlive this process."""
+    def keep(self, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
+        """Write the files of the last snapshot to the node's memory, where they outlive this process.
+
+        Then send them to the node's neighbour, if it has one, in whose memory they outlive this node.
+        """
         copy, save = self._snapshots.pop("keep")
         writer = self._memory.write(wanted.version, copy.size_bytes, wanted.hold)
         save(copy, writer)
-        return writer.entries
+        nodes, trouble = [self._node], ""
+        neighbour = dict(wanted.neighbours).get(self._node)
+        if neighbour is not None:
+            try:
+                self._memory.send(wanted.version, writer.entries, wanted.hold, partial(self._peers.send, neighbour))
+                nodes.append(neighbour)
+            except (StorageError, OSError) as error:
+                trouble = f"{neighbour}: {error}"
+        files = (NodeMemoryFile(node=node, file=file) for node in nodes for file in writer.entries)
+        return MemoryCopyTaken(files=tuple(files), trouble=trouble)
 
     def checkpoint(self, ref: CheckpointRef, *, weights_only: bool) -> CheckpointReader:
         """Return a reader of a checkpoint."""
@@ -694,4 +707,4 @@ class StateCopies:
 
     def memory_checkpoint(self, kept: MemoryCheckpoint) -> MemoryCheckpointReader:
         """Return a reader of an in-memory checkpoint."""
-        return MemoryCheckpointReader(self._memory, kept, self._node, self._fetch)
+        return MemoryCheckpointReader(self._memory, kept, self._node, self._peers.fetch)

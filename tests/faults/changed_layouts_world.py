@@ -19,9 +19,11 @@ import trainwright as tw
 from tests.faults.elastic_world import await_world, world_size
 from tests.support import torch_jobs
 from tests.support.torch_jobs import cross_entropy, momentum
+from trainwright.core import events
 
 CPUS = 4  # of a node; a worker has all but the one that is left for data
 LOSE_AT, SLOW_S = 12, 0.25  # so slow a step, until there are two workers again, leaves time for nodes to go and come
+PLACED_AT, PLACED = 60, 3  # the step that one worker waits in for another to be placed
 
 
 class Wide(nn.Module):
@@ -40,14 +42,17 @@ def build() -> nn.Module:
     return nn.Sequential(Wide(), nn.Linear(32, 32).double(), nn.Tanh(), nn.Linear(32, torch_jobs.CLASSES).double())
 
 
-def paced(marks: Path) -> Callable[[int, int], float]:
+def paced(folder: Path) -> Callable[[int, int], float]:
     """A schedule, which all stages ask in each step: tells of the worlds, and dawdles until two are there again."""
+    marks = folder.parent
 
     def schedule(step: int, total: int) -> float:
         size, alone = world_size(), marks / "1-workers"
         if size == 1 or (step >= LOSE_AT and not alone.exists()):
             (marks / f"{size}-workers").touch()
             threading.Event().wait(SLOW_S)
+        if size == 1 and step == PLACED_AT and folder.exists():
+            torch_jobs.await_told(str(folder), torch_jobs.Awaited(kind=events.Placed, number=PLACED))
         return 1.0 - step / (2 * total)
 
     return schedule
@@ -57,7 +62,7 @@ def staged_job(folder: Path, **fields: object) -> tw.Job:
     """Two stages over twelve epochs, and a checkpoint each five steps."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {"step": None, "model": build, "optimizer": momentum, "loss": cross_entropy, "inputs": "x", "targets": "y"}
-    plan = {"plan": "pp=2,schedule=1f1b,accumulation=4", "epochs": 12, "schedule": paced(folder.parent)}
+    plan = {"plan": "pp=2,schedule=1f1b,accumulation=4", "epochs": 12, "schedule": paced(folder)}
     return torch_jobs.job(folder, **{**own, **plan, **fields})
 
 

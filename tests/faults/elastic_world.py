@@ -69,9 +69,7 @@ def slow_step(folder: Path) -> Any:
 def elastic_job(folder: Path, **fields: Any) -> tw.Job:
     """Six epochs in float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    return torch_jobs.job(
-        folder, model=Smooth, step=slow_step(folder), epochs=8, workers=4, failures=5, **fields
-    )
+    return torch_jobs.job(folder, model=Smooth, step=slow_step(folder), epochs=8, workers=4, failures=5, **fields)
 
 
 class Hold:

@@ -49,8 +49,8 @@ class Memory:
         self.kept[order.version, piece] = (state[0], state[1])
         if call.generation.token != process.driver.token:
             return  # the driver that asked is dead
-        file = CheckpointFile(name=piece, size_bytes=8, sha256="")
-        self._labour.deliver(process.driver, m.CallReturned(**about, value=(file,)))
+        file = m.NodeMemoryFile(node="n", file=CheckpointFile(name=piece, size_bytes=8, sha256=""))
+        self._labour.deliver(process.driver, m.CallReturned(**about, value=m.MemoryCopyTaken(files=(file,))))
 
     def check(self, heal: m.RestorePlan, driver: Any) -> None:
         """What all keepers had told of is not passed over for an older checkpoint, unless a spike is in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tests.support.driver_harness import FILES, HEAD, Story
+from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import LossSpike
 from trainwright.core.topology import StateTag
@@ -75,7 +75,7 @@ def test_one_from_after_it_that_is_on_its_way_will_not_count() -> None:
     told = news(story(), 24, *[1.0] * MIN_LOSSES)
     copying = MemoryCopy(version=9, step=25, owing=frozenset({0, 1}), size_bytes=8, blocked_s=0.1, started_s=told.now_s)
     told.state = told.state.with_fields(keeping=copying)
-    news(told, 26, 50.0, 1.0).returns("keep", FILES)
+    news(told, 26, 50.0, 1.0).returns("keep", m.MemoryCopyTaken(files=()))
     assert told.state.memory.keeping is None and told.state.memory.kept is None and not told.all(m.MarkComplete)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,19 +22,27 @@ from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import TOKEN_BITS, checkpoint_interval_s, choose_memory_copy_ranks
+from trainwright.driver.checkpointing import (
+    TOKEN_BITS,
+    checkpoint_interval_s,
+    choose_memory_copy_ranks,
+    choose_neighbours,
+)
 from trainwright.driver.driver_state import Phase
+from trainwright.storage import memory_checkpoints
 from trainwright.storage.memory_checkpoints import (
     GUARD_FILE,
     MemoryCheckpointReader,
     MemoryCheckpointStore,
-    fetch_unavailable,
+    MemoryPart,
+    PeerMemory,
     remove_stale_copies,
 )
 from trainwright.storage.run_log import Owner
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
 FILE = CheckpointFile(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())
+TAKEN = m.MemoryCopyTaken(files=(m.NodeMemoryFile(node="n0", file=FILE),))
 
 
 def alone(**settings: object) -> Story:
@@ -50,7 +59,7 @@ def paused(story: Story, step: int) -> Story:
 
 def kept(story: Story, step: int) -> Story:
     """The time for a copy comes, it is made after `step`, and delivered."""
-    return paused(story, step).returns("keep", (FILE,))
+    return paused(story, step).returns("keep", TAKEN)
 
 
 def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -> None:
@@ -63,7 +72,7 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
     story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01))
     assert [call.verb for call in story.all(m.CallWorker)] == ["keep", "run"]
     assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST, hold=())
-    story.returns("keep", (FILE,))
+    story.returns("keep", TAKEN)
     assert story.emitted(events.Kept)[0].step == 7 and story.state.phase is Phase.RUNNING
     assert kept(story, 9).state.memory.kept == m.MemoryCheckpoint(
         version=FIRST + 1, step=9, files=(m.NodeMemoryFile(node="n0", file=FILE),)
@@ -120,7 +129,7 @@ def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
         m.WorkerDied(worker=1, cause="killed")
     )
     assert story.state.memory.keeping is not None and story.state.memory.keeping.owing == {0}
-    story.returns("keep", (FILE,), workers=[0])
+    story.returns("keep", TAKEN, workers=[0])
     assert story.state.memory.keeping is None and story.state.memory.kept is None and not story.emitted(events.Kept)
 
 
@@ -164,6 +173,32 @@ def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str,
         holders = {nodes[rank] for rank in tags if piece in tags[rank].pieces}
         copies = {nodes[rank] for rank in keepers if piece in tags[rank].pieces}
         assert len(copies) >= min(2, len(holders))
+    neighbours = dict(choose_neighbours(tags, nodes, keepers))
+    assert all(node != after for node, after in neighbours.items())
+    if len({nodes[rank] for rank in keepers}) > 1:
+        for piece in {piece for rank in keepers for piece in tags[rank].pieces}:
+            copies = {nodes[rank] for rank in keepers if piece in tags[rank].pieces}
+            assert len(copies | {neighbours[node] for node in copies & neighbours.keys()}) >= 2, (
+                "a lost node is survived"
+            )
+
+
+def test_only_what_one_node_alone_holds_goes_to_its_neighbour() -> None:
+    stages = {rank: StateTag(step=1, pieces=frozenset({piece}), total=3) for rank, piece in enumerate("aabbc")}
+    nodes = ["n0", "n1", "n1", "n2", "n2"]
+    assert choose_neighbours(stages, nodes, range(5)) == (("n2", "n0"),)
+    assert choose_neighbours(stages, ["n0"] * 5, (0, 2, 4)) == ()
+
+
+def test_a_neighbour_without_room_is_told_once_and_the_copies_stay_on_their_nodes() -> None:
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    paused(story, 7)
+    assert story.calls("keep")[0].argument.neighbours == (("n0", "n1"), ("n1", "n0"))
+    there = replace(TAKEN, files=(*TAKEN.files, m.NodeMemoryFile(node="n1", file=FILE)))
+    story.returns("keep", there, replace(TAKEN, trouble="n0: the state does not fit into shared memory"))
+    assert len(story.state.memory.kept.files) == 3 and "does not fit" in story.emitted(events.Noted)[0].text
+    assert not paused(story, 9).calls("keep")[0].argument.neighbours
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -181,7 +216,7 @@ def test_what_one_process_wrote_another_reads(tmp_path: Path) -> None:
     writer.write("state", memoryview(b"12345"))
     assert writer.entries == (FILE,)
     reader = MemoryCheckpointReader(
-        MemoryCheckpointStore("s3://b/run", tmp_path), kept_state("here"), "here", fetch_unavailable
+        MemoryCheckpointStore("s3://b/run", tmp_path), kept_state("here"), "here", PeerMemory().fetch
     )
     assert reader.names() == ("state",) and reader.read("state") == b"12345"
 
@@ -207,7 +242,39 @@ def test_a_torn_copy_is_read_from_another_node(tmp_path: Path) -> None:
     assert MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", fetch).read("state") == b"12345"
     assert asked == [("there", 2, "state")]
     with pytest.raises(StorageError, match="3 bytes, not 5; there: the memory of there cannot be reached"):
-        MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", fetch_unavailable).read("state")
+        MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", PeerMemory().fetch).read("state")
+
+
+def test_a_neighbour_has_the_same_files_and_the_network_is_used_a_tenth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_checkpoints, "_PART_BYTES", 2)
+    clock, paused_s = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    here, there = (
+        MemoryCheckpointStore("s3://b/run", tmp_path / name, pause=paused_s.append) for name in ("here", "there")
+    )
+    for store in (here, there):
+        store.folder.parent.mkdir()
+    there.write(1, 1, hold=()).write("state", b"old")
+    there.write(2, 1, hold=(1,)).write("own", b"of its own rank")
+    writer = here.write(2, 5, hold=(1,))
+    for name, data in (("state", b"12345"), ("even", b"1234"), ("empty", b"")):
+        writer.write(name, data)
+
+    def send(part: MemoryPart) -> None:
+        clock[0] += 1.0 if part.name == "even" else 0.125
+        there.receive(part)
+
+    here.send(2, writer.entries, (1,), send)
+    assert [there.read(2, name) for name in ("state", "even", "empty")] == [b"12345", b"1234", b""]
+    assert (there.read(1, "state"), there.read(2, "own")) == (b"old", b"of its own rank")
+    assert paused_s == [9 / 8] * 3 + [2.0] * 2 + [9 / 8]
+    late = MemoryPart(version=2, name="state", offset=4, data=b"5", size_bytes=5)
+    with pytest.raises(StorageError, match="it has 5 bytes, not 4"):
+        there.receive(late)
+    with pytest.raises(StorageError, match="bytes are needed"):
+        there.receive(replace(late, offset=0, size_bytes=1 << 60))
 
 
 def test_a_state_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
@@ -282,7 +349,7 @@ def test_an_altered_copy_of_the_same_size_is_read_from_another_node(tmp_path: Pa
     reader = MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", lambda node, version, name: b"12345")
     assert reader.read("state") == b"12345"
     with pytest.raises(StorageError, match="here: altered"):
-        MemoryCheckpointReader(shelf, kept_state("here"), "here", fetch_unavailable).read("state")
+        MemoryCheckpointReader(shelf, kept_state("here"), "here", PeerMemory().fetch).read("state")
 
 
 @pytest.mark.parametrize("where", ["the folder", "the guard"])
