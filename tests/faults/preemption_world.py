@@ -33,7 +33,7 @@ def marking_step(folder: Path, how: str) -> Any:
     inner = torch_jobs.make_step(kills, awaits={10: torch_jobs.Awaited(kind=events.Leaving)}, storage=str(folder))
 
     def step(model: Any, batch: Any) -> Any:
-        if model.training:
+        if model.training and ray.get_runtime_context().get_actor_id():  # not a trial of the driver's
             (folder.parent / f"node-{ray.get_runtime_context().get_node_id()}").touch()
             if how != "sigterm" and int(model.steps) == 8:
                 stop_node() if how == "stop" else drain_node(60.0 if how == "drain" else 0.0)
@@ -59,13 +59,16 @@ def stop_node() -> None:
 @contextmanager
 def started_nodes(address: str, number: int) -> Iterator[None]:
     """Nodes as in a container: each is a process `ray start --block`. One of them must end by itself."""
+    ports = [f"--{name}=0" for name in ("min-worker-port", "max-worker-port", "dashboard-agent-listen-port")]  # any
     command = [Path(sys.executable).with_name("ray"), "start", "--block", f"--address={address}", "--num-cpus=3"]
-    nodes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL) for _ in range(number)]
+    nodes: list[subprocess.Popen[bytes]] = []
     try:
-        until_s = time.monotonic() + 60
-        while ray.cluster_resources().get("CPU", 0) < 3 * number:  # type: ignore[no-untyped-call]
-            assert time.monotonic() < until_s, "the nodes did not start"
-            time.sleep(0.1)
+        while len(nodes) < number:  # one after the other: they would take each other's ports
+            nodes.append(subprocess.Popen([*command, *ports], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
+            until_s = time.monotonic() + 60
+            while ray.cluster_resources().get("CPU", 0) < 3 * len(nodes):  # type: ignore[no-untyped-call]
+                assert time.monotonic() < until_s and nodes[-1].poll() is None, "the node did not start"
+                time.sleep(0.1)
         yield
         until_s = time.monotonic() + 60
         while nodes and all(node.poll() is None for node in nodes):
