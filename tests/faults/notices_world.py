@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.metadata_server import (
     scheduled,
     serving,
 )
-from tests.support.ray_clusters import thrifty
+from tests.support.ray_clusters import TORCH_IMPORTS, forking, thrifty
 from trainwright.core import events
 
 ADVICE = {REBALANCE: json.dumps({"noticeTime": "2026-10-27T08:22:00Z"})}
@@ -64,11 +65,13 @@ def announcing_step(folder: Path, cloud: str) -> Any:
 def main(folder: Path, cloud: str) -> None:
     """Train, with a spare that is on the same machine."""
     folder.mkdir(parents=True, exist_ok=True)
+    own = cloud == "azure"  # in a network namespace, the fork server of the tests cannot be reached
     thrifty()
     service = MetadataServer(answers=of_file(folder.parent / "answers.json"))
     where = ("169.254.169.254", 80) if cloud == "azure" else ("127.0.0.1", 0)
-    with serving(service, *where):
+    with forking(TORCH_IMPORTS) if own else nullcontext(), serving(service, *where):
         os.environ["TRAINWRIGHT_CLOUD_NOTICES"] = "on"
+        os.environ["AWS_EC2_METADATA_DISABLED"] = str(cloud != "aws").lower()  # also where this machine is one of AWS
         if cloud == "aws":
             os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = service.address
         elif cloud == "google":

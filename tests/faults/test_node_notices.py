@@ -36,7 +36,7 @@ def run(module: str, *arguments: object) -> None:
     """A driver of its own; it must succeed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=160)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,7 +52,7 @@ def test_all_workers_of_a_machine_that_a_cloud_takes_back_hand_their_ranks_over(
     """On one machine nothing else is left: all start again there, from a checkpoint of the step of the notice."""
     if cloud == "azure":
         with machine(prepare=AZURE) as azure:
-            azure.run(sys.executable, "-m", "tests.faults.notices_world", folder, cloud, deadline_s=240)
+            azure.run(sys.executable, "-m", "tests.faults.notices_world", folder, cloud, deadline_s=160)
     else:
         run("tests.faults.notices_world", folder, cloud)
     assert final_state(folder, "faulty") == unbroken(2)
