@@ -57,6 +57,7 @@ class MetadataServer:
     Attributes:
         answers: text by path; all others are not there.
         token_requests: that a token of AWS is good for.
+        flavor: says the header by which Google Cloud's answers are known.
         fault: answers in place of the service: `hang`, `drip`, `close`, `redirect`, `garbage`, `large` or a status.
         asked: paths of all requests, with the method.
     """
@@ -64,6 +65,7 @@ class MetadataServer:
     answers: Callable[[], Mapping[str, str]] = lambda: QUIET
     token_requests: int = 1000
     fault: str = ""
+    flavor: str = "Google"
     asked: list[str] = field(default_factory=list)
     address: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -133,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, text: str, **headers: str) -> None:
         self.send_response(status)
-        google = {"Metadata-Flavor": "Google"} if self.path.startswith("/computeMetadata") else {}
+        google = {"Metadata-Flavor": self.service.flavor} if self.path.startswith("/computeMetadata") else {}
         for name, value in {**google, **headers, "Content-Length": str(len(text))}.items():
             self.send_header(name, value)
         self.end_headers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +192,15 @@ class Watch:
     def __init__(self, service: MetadataService) -> None:
         self.service, self.now_s, self.told = service, 0.0, list[str]()
 
-    def next(self, polls: int = 10_000) -> NodeNotice | None:
-        """The next notice; None after so many pauses."""
-        left = iter(range(polls))
+    def next(self, polls: int = 10_000, on_poll: Callable[[int], None] = lambda _: None) -> NodeNotice | None:
+        """The next notice; None after so many pauses, each of which calls `on_poll` with its number."""
+        numbers = iter(range(1, polls + 1))
 
         def stopped(after_s: float) -> bool:
             self.now_s += after_s
-            return next(left, None) is None
+            number = next(numbers, 0)
+            on_poll(number)
+            return not number
 
         found = await_cloud_notice(self.told, stopped, service=self.service, clock=lambda: self.now_s)
         self.told += [found.key] if found else []
@@ -247,12 +249,13 @@ def test_a_service_that_hangs_holds_nobody_up(
 
 @pytest.mark.parametrize("service", ["aws"], indirect=True)
 def test_a_failure_that_passes_is_not_told(service: MetadataService, server: MetadataServer) -> None:
-    watch = Watch(service)
-    for _ in range(4):
-        server.fault = "500"
-        assert watch.next(polls=int(PATIENCE_S / POLL_S) - 2) is None
-        server.fault = ""
-        assert watch.next(polls=1) is None
+    """Three times it fails for a little less than what is told."""
+    watch, least = Watch(service), int(PATIENCE_S / POLL_S)
+
+    def on_poll(number: int) -> None:
+        server.fault = "500" if number % least else ""
+
+    assert watch.next(polls=3 * least, on_poll=on_poll) is None
 
 
 @pytest.mark.parametrize("service", ["azure"], indirect=True)
@@ -268,6 +271,9 @@ def test_another_server_at_the_address_is_not_google_s(service: MetadataService,
     server.answers = lambda: {**QUIET, PREEMPTED: "<html>FALSE</html>"}
     trouble = Watch(service).next()
     assert trouble is not None and "instead of TRUE or FALSE" in trouble.text
+    server.answers, server.flavor = lambda: QUIET, "Other"
+    trouble = Watch(service).next()
+    assert trouble is not None and "without the header Metadata-Flavor: Google" in trouble.text
 
 
 @pytest.mark.parametrize("service", ["aws"], indirect=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,13 +40,17 @@ class Queue:
             self.events.append(item)
 
     def then(self, answer: Future[Any], action: Callable[[Future[Any]], None]) -> Future[Any]:
-        answer.add_done_callback(action)
+        answer.add_done_callback(lambda done: self.calls.append(partial(action, done)))
         return answer
 
     def settle(self) -> None:
         """Wait for a call of another thread, and make all of them."""
         assert self.came.wait(30)
         self.came.clear()
+        self.run()
+
+    def run(self) -> None:
+        """Make all calls."""
         while self.calls:
             self.calls.pop(0)()
 
@@ -88,7 +93,13 @@ class Scene:
         """Its node or process is gone."""
         del self.actors[worker]
         if worker in self.answers:
-            self.answers[worker].set_exception(ActorDiedError())
+            self.answer(worker, ActorDiedError())
+
+    def answer(self, worker: int, value: Any, calls: str = "answers") -> None:
+        """A worker answers the last question, or that call fails."""
+        future = getattr(self, calls)[worker]
+        future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
+        self.queue.run()
 
     @property
     def noticed(self) -> list[tuple[int, float, str]]:
@@ -112,47 +123,47 @@ def watcher(scene: Scene) -> Iterator[PreemptionWatcher]:
 
 def test_one_worker_of_each_node_asks_and_all_of_it_hear(scene: Scene, watcher: PreemptionWatcher) -> None:
     assert scene.asked == [(0, frozenset()), (2, frozenset())]
-    scene.answers[0].set_result(ENDS)
+    scene.answer(0, ENDS)
     assert scene.noticed == [(0, 90.0, ENDS.text), (1, 90.0, ENDS.text)]
     assert scene.asked[2:] == [(0, frozenset({"interruption"}))], "it goes on asking for others"
     assert not scene.notes and not scene.avoided
 
 
 def test_another_one_asks_when_the_process_that_asked_has_ended(scene: Scene, watcher: PreemptionWatcher) -> None:
-    scene.answers[0].set_result(ADVICE)
+    scene.answer(0, ADVICE)
     scene.die(0)
     assert scene.asked[-1] == (1, frozenset({"rebalance"})), "what the node's other worker told is known"
     scene.die(1)
     scene.nodes[3], scene.actors[3] = ("node-a", "a"), scene.actor(3)
     watcher.watch(3)
     assert scene.asked[-1] == (3, frozenset({"rebalance"}))
-    scene.answers[3].set_result(ENDS)
+    scene.answer(3, ENDS)
     assert scene.noticed == [(3, 90.0, ENDS.text)]
 
 
 def test_advice_ends_nobody_and_keeps_new_processes_away(scene: Scene, watcher: PreemptionWatcher) -> None:
-    scene.answers[0].set_result(ADVICE)
-    scene.answers[2].set_result(FREEZE)
+    scene.answer(0, ADVICE)
+    scene.answer(2, FREEZE)
     assert scene.notes == ["node-a: AWS recommends to leave", "node-b: Azure pauses the machine"]
     assert scene.avoided == ["a"] and not scene.queue.events
 
 
 def test_a_machine_of_no_cloud_is_asked_once(scene: Scene, watcher: PreemptionWatcher) -> None:
-    scene.answers[0].set_result(None)
+    scene.answer(0, None)
     scene.nodes[3], scene.actors[3] = ("node-a", "a"), scene.actor(3)
     watcher.watch(3)
     assert [worker for worker, _ in scene.asked] == [0, 2]
 
 
 def test_an_error_of_the_question_itself_is_told_and_not_repeated(scene: Scene, watcher: PreemptionWatcher) -> None:
-    scene.answers[0].set_exception(RayTaskError("node_notice", "traceback", ValueError("broken")))
+    scene.answer(0, RayTaskError("node_notice", "traceback", ValueError("broken")))
     assert [worker for worker, _ in scene.asked] == [0, 2]
     assert scene.notes == ["no notices of the cloud are seen for node-a: broken"]
 
 
 def test_sigterm_is_of_one_process(scene: Scene, watcher: PreemptionWatcher) -> None:
-    scene.sigterm[1].set_result(25.0)
-    scene.sigterm[0].set_exception(ActorDiedError())
+    scene.answer(1, 25.0, "sigterm")
+    scene.answer(0, ActorDiedError(), "sigterm")
     assert scene.noticed == [(1, 25.0, "preemption notice")]
 
 
@@ -161,7 +172,7 @@ def test_the_cloud_can_be_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRAINWRIGHT_CLOUD_NOTICES", switch)
     scene.watcher().close()
     assert bool(scene.asked) == (switch == "on")
-    scene.sigterm[0].set_result(25.0)
+    scene.answer(0, 25.0, "sigterm")
     assert len(scene.noticed) == 1
 
 
