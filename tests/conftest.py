@@ -151,6 +151,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_cloud() -> Iterator[None]:
+    """No run asks the metadata service of the machine that the tests run on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINWRIGHT_CLOUD_NOTICES", "off")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def few_timed_steps() -> Iterator[None]:
     """Jobs are not timed for long before their plan is shown: most jobs of tests are run once."""
     if importlib.util.find_spec("cloudpickle") is None:  # on a machine for GPU tests, where nothing is planned

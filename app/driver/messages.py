@@ -249,10 +249,11 @@ class WorkerDied:
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionNoticed:
-    """A worker process got a preemption notice: it will be ended in `left_s` seconds."""
+    """A worker process will be ended in `left_s` seconds, infinite if nobody knows when. `why`: what announced it."""
 
     worker: int
     left_s: float
+    why: str = "preemption notice"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,19 +31,24 @@ _MARGIN = 0.2  # of the time of a notice: the worker must be gone by then
 
 
 def is_stale_notice(state: DriverState, event: m.PreemptionNoticed) -> bool:
-    """Whether a notice is known already, or concerns no worker of the run."""
+    """Whether a notice concerns no worker of the run."""
     known = event.worker in state.membership.rank_of or event.worker in state.membership.spares
-    return not known or event.worker in state.handover.leaving or state.phase is Phase.CLOSING
+    return not known or state.phase is Phase.CLOSING
 
 
 def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
-    """End a standby at once, replace a dynamic member at once, and have any other member hand its rank over."""
+    """End a standby at once, replace a dynamic member at once, and have any other member hand its rank over.
+
+    Of several notices for a worker, only those of an earlier end count.
+    """
     state, worker = turn.state, event.worker
+    if worker in state.handover.leaving and turn.now_s + event.left_s >= state.handover.leaving[worker]:
+        return
     standby = worker in state.membership.spares
     if not standby and not dynamic_members.is_dynamic(state, worker):
-        _request_handover(turn, worker, "preemption notice", event.left_s)
+        _request_handover(turn, worker, event.why, event.left_s)
         return
-    _announce_leaving(turn, worker, "preemption notice", event.left_s)
+    _announce_leaving(turn, worker, event.why, event.left_s)
     if not standby:
         dynamic_members.replace_member(turn, worker)
         return
@@ -64,7 +69,7 @@ def replace_preempted(turn: Transition) -> None:
 def _request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
     """Have a member hand its rank over within `left_s`; without a limit, when it suits."""
     turn.change(leaving={**turn.state.handover.leaving, worker: turn.now_s + left_s})
-    _announce_leaving(turn, worker, why, left_s if math.isfinite(left_s) else 0.0)
+    _announce_leaving(turn, worker, why, left_s)
     arm_handover_timer(turn)
 
 
@@ -74,6 +79,7 @@ def _announce_leaving(turn: Transition, worker: int, why: str, left_s: float) ->
     rank = membership.rank_of.get(worker, -1)
     node = membership.members[rank].node if rank >= 0 else membership.spares[worker].node
     turn.want(m.ExcludeNode(worker=worker))
+    left_s = left_s if math.isfinite(left_s) else 0.0
     turn.emit(Leaving(worker=worker, rank=rank, node=node, why=why, left_s=left_s))
 
 

@@ -36,6 +36,16 @@ def store_at(address: str) -> Any:
     return raylet.GcsClient(address=address)
 
 
+def draining_nodes() -> dict[str, float]:
+    """Return the nodes of the connected cluster that Ray drains: by id, when they end in seconds since 1970.
+
+    0 means that no time is given.
+    """
+    from ray._private.state import state
+
+    return {node: deadline_ms / 1000 for node, deadline_ms in state.get_draining_nodes().items()}
+
+
 def validate_cluster_file(config: dict[str, Any]) -> None:
     """Raise what `ray up` raises for a cluster file. It needs no network, prints, and may end the process."""
     from ray.autoscaler._private.util import prepare_config, validate_config

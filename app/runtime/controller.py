@@ -288,6 +288,7 @@ class EffectExecutor:
     def _know(self, told: int) -> None:
         """The previous driver reported the steps up to this one."""
         self._output.reported = told
+        self._workers.watch_survivors()  # what comes before the driver knows them would be dropped
 
     def _welcome(self, token: int, found: TakenOverActors) -> None:
         self._lease.token = token

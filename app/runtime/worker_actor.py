@@ -43,6 +43,7 @@ from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryChec
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import MemoryCheckpointStore, MemoryPart, PeerMemory
 from trainwright.strategies.common.socket_transport import set_own_host
+from trainwright.worker.cloud_notices import NodeNotice, await_cloud_notice
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -220,6 +221,21 @@ class WorkerProcess(WorkerCalls):
         """Wait for a preemption notice; return the seconds until the process ends."""
         left_s = self._notices.wait()
         return self._refusal(token) or left_s
+
+    @ray.method(concurrency_group="life")
+    def node_notice(self, told: frozenset[str], token: int) -> NodeNotice | CallFailure | None:
+        """Wait for a notice of the cloud for this node; None if the node is no machine of a cloud.
+
+        Args:
+            told: keys of the notices that the driver knows.
+        """
+
+        def replaced(after_s: float) -> bool:
+            with self._turn:
+                return self._turn.wait_for(lambda: self._token != token, after_s)
+
+        found = await_cloud_notice(told, replaced)
+        return self._refusal(token) or found
 
     @ray.method(concurrency_group="life")
     def live(self, token: int) -> CallFailure:

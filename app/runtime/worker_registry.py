@@ -23,6 +23,7 @@ from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.messages import CallFailure, DriverEvent, LeaseLost, SetTimer, TimerExpired
 from trainwright.ray_cluster.placement_groups import PlacementGroups, WorkerPlacement
+from trainwright.runtime.preemption_watcher import PreemptionWatcher
 from trainwright.runtime.takeover import (
     BEAT_S,
     DriverLease,
@@ -163,6 +164,9 @@ class WorkerRegistry:
         self._slots: dict[int, int] = {}  # by worker
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
+        self._notices = PreemptionWatcher(
+            self._actors, self._nodes, queue, lease, avoid=None if room else self._rooms.shun, note=note
+        )
         self._closed = threading.Event()
 
     def actor(self, worker: int) -> Any:
@@ -189,6 +193,7 @@ class WorkerRegistry:
     def close(self) -> None:
         """End every worker and remove the placement groups, unless they are another driver's; safe to call twice."""
         self._closed.set()
+        self._notices.close()
         for worker in list(self._actors):
             self.kill(worker)
         if self._lease.check():
@@ -234,11 +239,11 @@ class WorkerRegistry:
                 )
             )
             self._await_end(worker)
+            self._notices.watch(worker)
 
     def _await_end(self, worker: int) -> None:
         actor = self._actors[worker]
         self._queue.then(actor.live.remote(self._lease.token), lambda end: self.died(worker, end.exception()))
-        self._queue.then(actor.notice.remote(self._lease.token), lambda came: self._noticed(worker, came))
 
     def guard(self, worker: int) -> None:
         """Start the in-memory checkpoint store of a worker's node unless it runs already."""
@@ -282,10 +287,6 @@ class WorkerRegistry:
                 ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
         self._queue.put(m.WorkerDied(worker=worker, cause=cause))
 
-    def _noticed(self, worker: int, came: Future[Any]) -> None:
-        if came.exception() is None:  # else the end of `live` tells of it
-            self._queue.put(m.PreemptionNoticed(worker=worker, left_s=came.result()))
-
     def take_over(self, found: TakenOverActors) -> None:
         """Take over the survivors of the previous driver, and start the heartbeats."""
         self._keepers = dict(found.keepers)
@@ -299,6 +300,11 @@ class WorkerRegistry:
                 self._rooms.found(slot, survivor.node_id)
             self._await_end(worker)
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+
+    def watch_survivors(self) -> None:
+        """Watch for notices for the workers that were taken over, once the driver knows them."""
+        for worker in list(self._actors):
+            self._notices.watch(worker)
 
     def _beat(self) -> None:
         """Send heartbeats to all actors, even while the driver's thread waits for a slow listener."""

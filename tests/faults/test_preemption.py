@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load
 
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import State, final_state, told
-from tests.support.processes import ROOT
 from trainwright.core import events
 
 
@@ -63,18 +58,3 @@ def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
     assert final_state(folder, "faulty") == unbroken(2)
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
-
-
-@pytest.mark.nodes
-def test_the_rank_goes_to_another_node_where_one_has_room(folder: Path, unbroken: Callable[[int], State]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    command = [sys.executable, "-m", "tests.faults.preemption_world", str(folder)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(folder.parent.glob("node-*"))) == 2
-    assert not told(folder, "faulty", events.Failed)
-    ours, theirs = (load(state.files["model.safetensors"]) for state in (final_state(folder, "faulty"), unbroken(1)))
-    assert np.allclose(ours["seen"], theirs["seen"], rtol=0, atol=1e-12), "each sample counts as often"
-    assert all(np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs), (
-        "other numbers of threads"
-    )

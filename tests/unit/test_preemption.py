@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.simulation.plans import stage_piece
 from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core.errors import StorageError
@@ -141,3 +143,17 @@ def test_a_spare_that_is_told_to_go_is_let_go_at_once_and_replaced() -> None:
         p.worker for p in story.all(m.StartWorker)
     ] == [3]
     assert story.state.membership.spares_lost == 0 and not story.calls("stop")
+
+
+def test_a_notice_of_an_earlier_end_counts_and_a_later_one_does_not() -> None:
+    story = Story(total_steps=100, steps_per_epoch=100).running()
+    story.tell(m.PreemptionNoticed(worker=0, left_s=math.inf, why="Ray drains its node"))
+    (told,) = story.emitted(Leaving)
+    assert told.why == "Ray drains its node" and told.left_s == 0.0, "events say 0 where no time is known"
+    story.tell(m.PreemptionNoticed(worker=0, left_s=120.0, why="AWS spot interruption (stop)"))
+    assert [(event.why, event.left_s) for event in story.emitted(Leaving)] == [("AWS spot interruption (stop)", 120.0)]
+    end_s = story.state.handover.leaving[0]
+    story.tell(m.PreemptionNoticed(worker=0, left_s=math.inf, why="Ray drains its node"))
+    assert not story.wanted and story.state.handover.leaving[0] == end_s
+    story.tell(notice(0))
+    assert story.state.handover.leaving[0] < end_s
