@@ -80,6 +80,8 @@ def profile_model(
     known = ModelProfile(
         framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), trained=_trained(model)
     )
+    narrow = (name for name, each in model.named_parameters() if each.requires_grad and each.element_size() == 2)
+    known = replace(known, narrow=next(narrow, ""))
     known = replace(known, recounted=next(iter(checkpointed_buffers(model)), ""))
     call = inputs, keywords
     trace, least = _first_traced(model.to("meta"), tensors, call, step), 1

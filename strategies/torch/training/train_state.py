@@ -131,6 +131,8 @@ class TorchReplica:
             self.model = spec.model()
         stored = _stored_weights(self.model, spec, where)
         _check_model(self.model, spec, plan, where)
+        if self.autocast is not None:
+            _widen(self.model)
         together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
         self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
@@ -395,6 +397,13 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     problems += _batch_norm_problems(model, spec, plan)
     if problems:
         raise JobError(problems, where=where)
+
+
+def _widen(model: nn.Module) -> None:
+    """Keep trained parameters of 16 bits in single precision, from which autocast casts them: updates are smaller."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in AUTOCAST_DTYPES.values():
+            parameter.data = parameter.data.float()
 
 
 def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
