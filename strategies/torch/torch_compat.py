@@ -146,9 +146,9 @@ def _reduce_alike(group: Any, sent: torch.dtype | None, post_backward: Callable[
         if not hasattr(each, "_unsharded_param"):
             continue
         accumulate_wide(each)
-        missing = each.unsharded_accumulated_grad is None and each.unsharded_param.grad is None
-        if missing and each.unsharded_param.requires_grad:
-            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+        whole = each.unsharded_param
+        if whole.requires_grad and not has_gradient(each):
+            whole.grad = torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)  # not read from it
             accumulate_wide(each)
     post_backward(*unused)
 
