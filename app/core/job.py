@@ -184,7 +184,7 @@ class Planning(_OptionGroup):
             4 such parts, whoever computed them). By default the planner chooses. All but `sync` give
             another result than one device, and not the same twice; see `docs/asynchronous.md`.
         wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8`, or `topk(0.01)`: the largest hundredth,
-            the rest is added to the next push.
+            the rest is added to the next push. `bf16` with `zero=` or `fsdp=` in `plan`: of reduced gradients.
         local_steps: steps that each worker takes with its own optimizer before it pushes the difference (local SGD;
             DiLoCo with `outer="nesterov(0.7,0.9)"`): divides the traffic by this number, and gives another result.
         outer: how servers apply that difference: `average`, the default (parameters become the workers' mean), or

@@ -75,6 +75,7 @@ class ModelProfile:
         divides_tokens: whether tensor-parallel ranks can divide the tokens between divided layers (`sequence=1`).
         recounted: a buffer of the state inside a part that recompute=full recomputes; empty without one.
         trained: rows (of the first dimension) and bytes of each trained parameter; empty where unknown.
+        narrow: name of a trained parameter of 16 bits; empty without one.
         uncut: why the model's forward cannot be divided into pipeline stages; empty where it can.
         untraced: the error that stopped the model's trace; its layers then have two operations for each parameter.
         loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
@@ -95,6 +96,7 @@ class ModelProfile:
     divides_tokens: bool = False
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
+    narrow: str = ""
     uncut: str = ""
     untraced: str = ""
     loss_scale: bool = False

@@ -129,7 +129,8 @@ class Plan:
         cross_device_ops, communication, bytes_per_pack: as in a job; where TensorFlow chooses, empty, `auto` and 0.
         in_flight: most steps that a coordinator has begun and not completed.
         consistency: how far asynchronous workers may be apart (see `Consistency.parse`).
-        wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
+        wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`; with `zero`, of reduced
+            ones: `full` or `bf16`.
         local_steps: steps of a worker between two pushes.
         outer: how servers apply the result of local steps: `average` (local SGD) or `nesterov(rate,momentum)` (DiLoCo).
         stages: layers of each of the pipeline's sections in order, one or several a stage; empty for an even division.
@@ -485,6 +486,11 @@ class PlanConstraints:
             return cls(text=text, choices=given)
         mesh, zero = _mesh_of(given)
         return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
+
+    @property
+    def reduces_in_half(self) -> bool:
+        """Whether ranks that divide the model's state are to reduce gradients in half precision."""
+        return self.choices.get("wire") == "bf16" and bool(self.choices.get("zero"))
 
     def beside(self, choices: Mapping[str, Any]) -> PlanConstraints:
         """Return these and further choices, which a job has as options of their own.

@@ -58,7 +58,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     if chosen is None:
         raise _nothing(question, found, names)
     job.check_plan(chosen)
-    own = (*_untraced(profile), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
+    own = (*_untraced(profile), *_narrow(profile, job), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
     notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned = {plan.strategy for plan in found.plans}
@@ -75,7 +75,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
 
 def _asks_async(pins: PlanConstraints) -> bool:
     """Return whether the pinned choices need asynchronous workers; `sync` works without them."""
-    served = {"servers", "wire", "local_steps"} & pins.choices.keys()
+    served = {"servers", "local_steps", *(() if pins.reduces_in_half else ("wire",))} & pins.choices.keys()
     return bool(served) or pins.choices.get("consistency", "sync") != "sync"
 
 
@@ -83,6 +83,13 @@ def _untraced(profile: ModelProfile) -> tuple[str, ...]:
     """Note that the operations of the model are unknown."""
     what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     return (what,) if profile.untraced else ()
+
+
+def _narrow(profile: ModelProfile, job: Job) -> Iterator[str]:
+    """Note that an optimizer works on parameters of 16 bits."""
+    if profile.narrow and job.training.precision == "fp32":
+        why = "of 16 bits, in which small updates are lost"
+        yield f'parameter {profile.narrow!r} is {why}: precision="bf16" trains it in float32, and computes in bfloat16'
 
 
 def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:

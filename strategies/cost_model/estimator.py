@@ -215,7 +215,7 @@ def stage_times(work: StepWork, rates: _Rates) -> StageTimes:
         recompute=again,
         send=_sent(work, work.sent_bytes, rates) * (work.sent_bytes > 0),
         gather=_gathered(work, rates, whole) + _collective_latency(work, rates) + _offloaded(work, whole),
-        reduction=_reduction(work, rates, work.state.gradient_bytes),
+        reduction=_reduction(work, rates),
         optimizer=work.state.update_s / rates["update"] * work.state.parameters / work.state.parameters.max(),
         other=rates["step_s"] * work.machine.device.host,
     )
@@ -333,9 +333,10 @@ def _gathered(work: StepWork, rates: _Rates, compute_s: float) -> float:
     """
     if work.plan.zero < 2 or work.shard.size == 1:
         return 0.0
-    size = np.array([work.state.gradient_bytes.max()])
-    times = 1.5 if work.plan.zero == 3 else 1 - 1 / work.micro_batches
-    spent = times * float(_all_reduce(work, work.shard, rates, "reduce", size, network="gather")[0])
+    gathered, scattered = work.state.gathered_bytes.max(), work.state.gradient_bytes.max()
+    size = (gathered + scattered) / 2  # a gather or a scatter is half an all-reduce
+    size = size + gathered / 2 if work.plan.zero == 3 else size * (1 - 1 / work.micro_batches)
+    spent = float(_all_reduce(work, work.shard, rates, "reduce", np.array([size]), network="gather")[0])
     spent += work.gathers * _HOP_S * (work.shard.size - 1)
     return _exposed_seconds(spent, _GATHER_OVERLAP * compute_s)
 
@@ -354,15 +355,17 @@ def _gradients(work: StepWork, rates: _Rates, backward_s: float) -> float:
     """Return the seconds of the gradients' reduction over data ranks, without what the last backward hides."""
     if work.plan.servers:
         return 0.0  # pushes are in `_asynchronous_terms`
-    spent = float(_reduction(work, rates, np.array([work.state.gradient_bytes.max()]))[0])
+    spent = float(_reduction(work, rates).max())
     return _exposed_seconds(spent, rates["overlap"] * backward_s)
 
 
-def _reduction(work: StepWork, rates: _Rates, size: Vector) -> Vector:
-    """Return the seconds of a reduction of gradients of `size` bytes."""
+def _reduction(work: StepWork, rates: _Rates) -> Vector:
+    """Return the seconds of each stage's reduction of gradients, of ZeRO-1 and 2 with a gather of the parameters."""
+    size = work.state.gradient_bytes
     spent = np.zeros_like(size)
     if work.plan.zero < 3:
-        spent += _all_reduce(work, work.shard, rates, "reduce", size) + _messages(work.shard, rates)
+        halves = (size + work.state.gathered_bytes) / 2
+        spent += _all_reduce(work, work.shard, rates, "reduce", halves) + _messages(work.shard, rates)
     spent += _all_reduce(work, work.data, rates, "reduce", size / work.shard.size) + _messages(work.data, rates)
     return spent
 

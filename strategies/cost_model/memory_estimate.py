@@ -2,8 +2,9 @@
 
 Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
 its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
-is autocast: states as in full precision, plus a copy of a product's weights in half precision, which backward needs and
-ZeRO does not divide. Activations as in Korthikanti et al. (2022). Autocast computes losses in full precision.
+is autocast: states as in full precision, plus a copy of a product's weights in half precision, which backward needs.
+ZeRO gathers these weights in half precision, and there is no copy. Activations as in Korthikanti et al. (2022).
+Autocast computes losses in full precision.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from trainwright.strategies.cost_model.step_work import (
     NUMBER_BYTES,
     Indices,
     even_partition,
+    gathered_number_bytes,
     layer_vectors,
     parameter_precision,
+    reduced_number_bytes,
     section_counts,
     sum_by_stage,
 )
@@ -32,7 +35,6 @@ _UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the l
 _FOREACH_NUMBERS = 1  # that torch's optimizers work with on a GPU, for each parameter of all layers at once
 # that the loss's backward makes, of 4 bytes: of what the loss keeps, and of what it read
 _LOSS_GRADIENTS = 2
-_GATHERED_COPIES = (0, 2, 2, 4)  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
 
 
 def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: str) -> float:
@@ -128,22 +130,25 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     degree = mesh.shard if mesh.shard > 1 else mesh.data
     summed = plan.zero == 1 and (micro_batches > 1 or mesh.pipeline > 1)  # whole, until the step's only reduction
     zero = 2 if plan.zero == 1 and not summed else plan.zero
-    each = model_state_bytes(1.0, zero=zero, degree=degree, precision=own) - served
+    each = np.full(len(held), model_state_bytes(1.0, zero=zero, degree=degree, precision=own) - served)
     part = 1 / degree if zero else 1.0
-    if plan.zero in (1, 2):
-        each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
+    layers = layer_vectors(profile)
+    gathered = gathered_number_bytes(profile, plan, precision)
+    if plan.zero in (1, 2):  # FSDP2 holds its part beside the whole that it has gathered
+        each += parameter / degree - parameter + gathered
     each += profile.weight_copies * parameter * part
     if plan.streamed or plan.local_steps > 1:  # two versions, or what local steps began with
         each += parameter
     gradients = gradient * (1.0 if summed else part) * held
-    visiting = parameter * held * _GATHERED_COPIES[plan.zero] * (degree > 1)
+    # Of a layer that is worked on: gradient and parameters, and what each is sent from.
+    sent = gradient + reduced_number_bytes(plan, int(gradient))
+    visiting = held * (sent + 2 * gathered * (plan.zero == 3)) * (degree > 1 and plan.zero > 0)
     visiting += gradients * _gradients_stay(plan, batch_size)
     update = 0.0 * held if served else 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
-        each = 0.0 if plan.zero == 3 else parameter
-        visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
+        each = gathered * (plan.zero != 3)
+        visiting = held * (gradient + (2 * gathered if plan.zero == 3 else 0.0))
         gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
-    layers = layer_vectors(profile)
     copied = layers.held(2) / layers.over(mesh.tensor) * (layers.flops > 0)  # by autocast, for each forward: products'
     cast = copied * width * (NUMBER_BYTES.get(own, 4) > width)
     loss = rows * 4.0 * layers.loss_numbers / layers.over(mesh.tensor)
@@ -157,6 +162,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
             working=rows * width * (kept + working) + loss + gathered_whole + cast, flight=micro_batches_in_flight(plan,
             micro_batches),
         )  # fmt: skip
+    cast = cast * (plan.zero == 0)
     again = (layers.block_place > 0) & (plan.recompute == "full")
     return LayerMemory(
         states=each * held,

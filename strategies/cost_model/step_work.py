@@ -62,7 +62,8 @@ class StateWork:
     """The work on parameters, gradients and optimizer state."""
 
     parameters: Vector  # of each stage, on one rank
-    gradient_bytes: Vector  # of each stage, on one rank
+    gradient_bytes: Vector  # of each stage, on one rank, as they are reduced
+    gathered_bytes: Vector  # of each stage's parameters where ZeRO gathers them, on one rank
     update_s: float  # of the optimizer at the full memory bandwidth, slowest stage
     offloaded_bytes: float  # of one micro-batch between device and host
 
@@ -234,7 +235,8 @@ def compute_step_work(
     counts = section_counts(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     own, memory = NUMBER_BYTES.get(parameter_precision(profile, precision), 4), machine.device.memory_bytes_per_s
-    parameters = sum_by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
+    each, gathered = layers.held(mesh.pipeline) / over, gathered_number_bytes(profile, plan, precision)
+    parameters = sum_by_stage(counts @ each, plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
     update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
@@ -252,7 +254,8 @@ def compute_step_work(
         ),
         state=StateWork(
             parameters=parameters,
-            gradient_bytes=parameters * own,
+            gradient_bytes=parameters * reduced_number_bytes(plan, own),
+            gathered_bytes=sum_by_stage(counts @ (each * gathered), plan.schedule, mesh.pipeline),
             update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
             offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
         ),
@@ -331,10 +334,25 @@ def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
 def parameter_precision(profile: ModelProfile, precision: str) -> str:
     """Return the precision of parameters and gradients for a step's precision.
 
-    Engines use autocast on parameters in full precision. Published systems, whose profiles have no framework, keep
-    parameters in the step's precision.
+    Engines keep parameters in full precision and compute under autocast. Published systems, whose profiles have no
+    framework, keep parameters in the step's precision.
     """
     return "fp32" if profile.framework else precision
+
+
+def gathered_number_bytes(profile: ModelProfile, plan: Plan, precision: str) -> Vector:
+    """Return the bytes of a parameter of each distinct layer where ZeRO gathers it.
+
+    Those of products are gathered in the step's precision, those of norms and tables as they are kept.
+    """
+    own, width = (NUMBER_BYTES.get(each, 4) for each in (parameter_precision(profile, precision), precision))
+    products = (layer_vectors(profile).flops > 0) & (plan.zero > 0)
+    return np.where(products, float(min(own, width)), float(own))
+
+
+def reduced_number_bytes(plan: Plan, own: int) -> int:
+    """Return the bytes of a number of a gradient of `own` bytes where ranks that step together reduce it."""
+    return min(own, 2) if plan.zero and plan.wire == "bf16" else own
 
 
 def check_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> None:

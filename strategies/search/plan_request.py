@@ -178,6 +178,8 @@ class PlanRequest:
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
     ) -> Plan:
         """Return a plan with some devices in each worker; choices that the strategy leaves open are the job's."""
+        if choices.get("zero") and self.pins.reduces_in_half:
+            choices = {"wire": "bf16", **choices}
         beside = servers + (choices.get("topology") == "coordinator")  # a chief
         return Plan(
             strategy=strategy,

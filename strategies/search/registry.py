@@ -92,7 +92,8 @@ class Strategy:
 
     def plan(self, request: PlanRequest, mesh: Mesh, *, engine: str | None = None, **choices: object) -> Plan:
         """Return a plan with the strategy's engine, or another one; see `PlanRequest.plan`."""
-        return request.plan(self.name, self.engine(request) if engine is None else engine, mesh, **choices)  # type: ignore[arg-type]
+        chosen = request.plan(self.name, self.engine(request) if engine is None else engine, mesh, **choices)  # type: ignore[arg-type]
+        return chosen.noted(_COMPRESSED[chosen.wire]) if chosen.zero and chosen.wire != "full" else chosen
 
     def engine(self, request: PlanRequest) -> str:
         """Return the engine for a request."""

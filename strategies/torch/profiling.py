@@ -78,9 +78,9 @@ def profile_model(
     tensors = batches.to_tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in model.named_parameters()}
     known = ModelProfile(
-        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), trained=_trained(model)
-    )
-    known = replace(known, recounted=next(iter(checkpointed_buffers(model)), ""))
+        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), trained=_trained(model),
+        narrow=_narrow(model), recounted=next(iter(checkpointed_buffers(model)), ""),
+    )  # fmt: skip
     call = inputs, keywords
     trace, least = _first_traced(model.to("meta"), tensors, call, step), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
@@ -148,6 +148,12 @@ def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
     """Return rows and bytes of each trained parameter."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
+
+
+def _narrow(model: nn.Module) -> str:
+    """Return the name of a trained parameter of 16 bits; empty without one."""
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return next((name for name, each in trained if each.element_size() == 2), "")
 
 
 def _first_traced(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C import DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -70,7 +71,8 @@ def wrapper_subclass(kind: type[Tensor], like: Tensor, device: torch.device) -> 
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors sharing memory have in common, also on the meta device."""
-    key: int = tensor.untyped_storage()._cdata
+    with DisableTorchFunction():  # not a function that a model calls
+        key: int = tensor.untyped_storage()._cdata
     return key
 
 
@@ -113,17 +115,18 @@ def ddp_without_buffer_sync(module: nn.Module, **options: Any) -> DistributedDat
     return DistributedDataParallel(module, init_sync=False, **options)
 
 
-def reduce_unused_parameters(module: Any) -> None:
-    """Let an FSDP2 module reduce zeros for parameters without a gradient, which other ranks may have used.
+def reduce_alike(module: Any, sent: torch.dtype | None) -> None:
+    """Let an FSDP2 module reduce all gradients of a group in one type, with zeros for those that are missing.
 
-    torch 2.13 has `set_reduce_scatter_unused_params` for this. Before, the zeros are put in place of the missing
-    gradients when FSDP2 begins to reduce a group: the same values go through the same collectives.
+    FSDP2 refuses gradients of several types, which parameters gathered in several types have. It leaves out parameters
+    without a gradient, which other ranks may have used.
+
+    Args:
+        module: divided by `fully_shard`.
+        sent: the type in which gradients are sent; None for the one in which they are added up.
     """
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
     for group in FsdpState(module).groups:
-        group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
+        group.post_backward = partial(_reduce_alike, group, sent, group.post_backward)
 
 
 def keep_requires_grad(module: Any) -> None:
@@ -137,13 +140,36 @@ def keep_requires_grad(module: Any) -> None:
                 each.sharded_param.requires_grad_(each.unsharded_param.requires_grad)
 
 
-def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+def _reduce_alike(group: Any, sent: torch.dtype | None, post_backward: Callable[..., None], *unused: Any) -> None:
+    group._reduce_dtype = sent or group._reduce_dtype
     for each in group.fsdp_params if group.reduce_grads else ():
-        if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:
+        if not hasattr(each, "_unsharded_param"):
             continue
-        if each.unsharded_param.requires_grad and each.unsharded_param.grad is None:
-            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+        accumulate_wide(each)
+        whole = each.unsharded_param
+        if whole.requires_grad and not has_gradient(each):
+            whole.grad = torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)  # not read from it
+            accumulate_wide(each)
     post_backward(*unused)
+
+
+def accumulate_wide(parameter: Any) -> None:
+    """Add the gradient of one of FSDP2's gathered parameters to what it has in the type of the reduction."""
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Return whether one of FSDP2's gathered parameters has a gradient."""
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+
+
+def gather_as(parameter: Any, kind: torch.dtype) -> None:
+    """Let FSDP2 gather one of its parameters, which is sharded now, in another type than it is kept in."""
+    parameter.param_dtype, parameter.all_gather_outputs = kind, []
+    parameter.init_dtype_attrs = lambda _policy: None  # FSDP2 would set it back wherever `unshard` is called
+    if hasattr(parameter, "_unsharded_param"):
+        del parameter._unsharded_param  # of the type before
 
 
 def forget_gradient(parameter: Any) -> None:

@@ -69,6 +69,18 @@ def test_what_contradicts_itself_is_told(fields: dict[str, Any], message: str) -
     assert message in str(caught.value) and len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize("fields", [{"plan": "dp=2,zero=2,wire=bf16"}, {"plan": "fsdp=2", "wire": "bf16"}])
+def test_a_plan_that_divides_the_state_can_reduce_in_half_precision(fields: dict[str, Any]) -> None:
+    chosen = decide(**fields).chosen
+    assert (chosen.strategy, chosen.wire, chosen.topology) == ("sharded", "bf16", "collective")
+    assert any("rounded to bf16" in note for note in chosen.notes)
+    assert Plan.parse(chosen.text).wire == "bf16"
+    assert decide(plan="dp=2,zero=2").chosen.wire == "full"
+    assert decide(wire="bf16").chosen.strategy == "parameter_server", "where nothing says what is divided"
+    with pytest.raises(PlanError):
+        decide(plan="dp=2,zero=2,wire=int8")
+
+
 def test_a_jobs_own_fields_pin_the_plan() -> None:
     chosen = decide(consistency=" ssp( 2 ) ", wire="fp16").chosen
     assert (chosen.strategy, chosen.consistency, chosen.wire) == ("parameter_server", "ssp(2)", "fp16")

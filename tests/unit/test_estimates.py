@@ -227,7 +227,10 @@ def test_memory_under_autocast() -> None:
 
     kept, cast, grads = 10 * 8 * 2000, 10 * 2000, 4000
     assert of("") == 10 * 12_000 + kept + cast + grads
-    assert of("fsdp=4") == 10 * 3000 + kept // 4 + cast + grads // 4 + 4 * 4000, "which ZeRO does not divide"
+    # ZeRO gathers in half precision, and no copy is kept: at one layer parameters twice, and the gradient twice.
+    assert of("fsdp=4") == 10 * 3000 + kept // 4 + grads // 4 + 2 * 2000 + 2 * 4000
+    assert of("fsdp=4,wire=bf16") == of("fsdp=4") - 2000, "gradients are sent from half as many bytes"
+    assert of("dp=4,zero=2") == 10 * (1000 + 2000 + 2000) + kept // 4 + grads // 4 + 2 * 4000, "parts beside the whole"
     assert of("recompute=full") == 10 * 12_000 + kept // 2 + 8 * 2000 + cast // 10 + grads
     assert of("", replace(profile, framework="")) == 10 * 14_000 + kept + 2000, "as published systems keep it"
 
@@ -246,6 +249,23 @@ def test_plans_that_cannot_be(plan: str, batch: int, said: str) -> None:
     with pytest.raises(PlanError) as raised:
         estimated(plan, batch=batch)
     assert said in str(raised.value)
+
+
+def test_zero_gathers_products_in_half_precision() -> None:
+    table = LayerCost(name="t", parameters=300, parameter_bytes=1200, flops=0.0, output_numbers=500, kept_numbers=0)
+    product = LayerCost(
+        name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000
+    )
+    profile, machine = ModelProfile(framework="torch", layers=(table, product)), MachineModel.of(NODE)
+
+    def sent(plan: str, precision: str = "bf16", of: ModelProfile = profile) -> tuple[float, float]:
+        state = compute_step_work(of, machine, tw.Plan.parse(plan), batch_size=64, precision=precision).state
+        return float(state.gathered_bytes[0]), float(state.gradient_bytes[0])
+
+    assert sent("fsdp=4") == sent("dp=4,zero=2") == (300 * 4 + 1000 * 2, 1300 * 4), "gradients in full precision"
+    assert sent("fsdp=4,wire=bf16") == (300 * 4 + 1000 * 2, 1300 * 2)
+    assert sent("fsdp=4", "fp32") == sent("dp=4") == (1300 * 4, 1300 * 4)
+    assert sent("fsdp=4", of=replace(profile, framework="")) == (1300 * 2, 1300 * 2), "as published systems do"
 
 
 def ranked(profile: tw.ModelProfile, cluster: tw.Cluster, *, batch_size: int, precision: str) -> Ranking:

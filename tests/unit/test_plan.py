@@ -248,6 +248,12 @@ def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> No
     assert on_cpus.stage_memory_bytes == plain.stage_memory_bytes and on_cpus.terms == pytest.approx(plain.terms)
 
 
+def test_parameters_of_16_bits_are_noted_where_they_are_trained_as_they_are() -> None:
+    profile = replace(PROFILE, narrow="layers.0.weight")
+    assert any("'layers.0.weight' is of 16 bits" in note for note in decide(profile=profile).chosen.notes)
+    assert not any("of 16 bits" in note for note in decide(profile=profile, precision="bf16").chosen.notes)
+
+
 def test_fp16_is_for_models_of_torch() -> None:
     assert decide(precision="fp16").chosen.precision == "fp16"
     with pytest.raises(PlanError, match="is for models of torch"):

@@ -159,6 +159,31 @@ def test_bf16_computes_in_bf16_and_keeps_parameters() -> None:
     assert {value.dtype for value in load_weights(saved(engine)).values()} == {torch.float32}
 
 
+def test_parameters_of_16_bits_are_trained_in_float32_under_autocast() -> None:
+    """As a model of Hugging Face is loaded: small updates are not lost, and what is frozen takes no more memory."""
+
+    def born(kind: torch.dtype) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).bfloat16().to(kind)
+        model[0].requires_grad_(False)
+        return model
+
+    def small(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-5)
+
+    found = []
+    for kind in (torch.bfloat16, torch.float32):
+        engine = one_device(spec(model=lambda kind=kind: born(kind), optimizer=small), plan(precision="bf16"))
+        start = engine.replica.model[1].weight.detach().clone()
+        for step in range(3):
+            engine.train_step(feed(step=step))
+        assert (start - engine.replica.model[1].weight).abs().max() > 0
+        found.append([each.detach() for each in engine.replica.model.parameters()])
+    assert [each.dtype for each in found[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(torch.equal(one.float(), other) for one, other in zip(*found, strict=True))
+    alone = one_device(spec(model=lambda: born(torch.bfloat16), optimizer=small), plan())
+    assert alone.replica.model[1].weight.dtype == torch.bfloat16, "the model's own types"
+
+
 def test_dropout_depends_on_step_micro_batch_and_rank_alone() -> None:
     def outputs_of(engine: OneDevice, given: Feed) -> float:
         return engine.train_step(given).loss

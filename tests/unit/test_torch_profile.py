@@ -217,6 +217,13 @@ def test_masks_and_lengths_that_the_flow_asks_for_are_known() -> None:
     assert (full.flops, some.flops) == (2.0 * 8 * 64 * 64, 2.0 * 6 * 64 * 64)
 
 
+def test_a_trained_parameter_of_16_bits_is_named() -> None:
+    model = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 2)).bfloat16()
+    sample = {"x": np.zeros((2, 256), np.float32)}
+    assert profile_model(model, sample, ("x",)).narrow == "1.weight"
+    assert profile_model(nn.Linear(256, 2), sample, ("x",)).narrow == ""
+
+
 def test_a_model_that_cannot_be_traced_has_plans_that_need_no_more_than_its_parameters() -> None:
     class Asking(Transformer):
         def forward(self, tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ parameter without a gradient zeros, by which an optimizer decays moments and wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainwright.core import random_state
 from trainwright.core.data import Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.distributed.fsdp_wrap import fsdp_modules, fully_shard_model, reshard_model
+from trainwright.strategies.torch.distributed.fsdp_wrap import (
+    GatherTypes,
+    fsdp_modules,
+    fully_shard_model,
+    reshard_model,
+)
 from trainwright.strategies.torch.distributed.mesh_groups import MeshRunner
 from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, choose_layers
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
@@ -36,7 +42,7 @@ from trainwright.strategies.torch.torch_compat import keep_requires_grad, queue_
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
-from trainwright.strategies.torch.training.train_step import StepRunner
+from trainwright.strategies.torch.training.train_step import StepRunner, throwaway_micro_batches
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
@@ -60,6 +66,10 @@ class _BlockCalls:
         kept = self.order, self.used
         self.order, self.used = 0, set()
         return kept
+
+    def watch_again(self) -> None:
+        """Watch the parameters' gradients anew: FSDP2 may gather them into other tensors than before."""
+        self._watched.clear()
 
     def _entered(self, number: int, named: list[tuple[nn.Module, str, str]], module: nn.Module, _inputs: Any) -> None:
         """Record that a block starts; FSDP2's own hook, which gathers its parameters, ran before."""
@@ -165,7 +175,7 @@ class Sharded(ShardedModelEngine):
             compile_blocks(model, self._device)
         mesh = self._placed.device_mesh(self._device)
         self._whole_gradients = plan.zero == 1
-        fully_shard_model(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
+        fully_shard_model(model, mesh, zero=plan.zero, wire=plan.wire, offload=plan.offload, where=self._where)
         return slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
@@ -182,9 +192,38 @@ class Sharded(ShardedModelEngine):
             place=place,
             others=place.data_groups,
         )
+        if self.replica.autocast is not None:
+            self._choose_gather_types(self.replica.autocast, runner.objective, feed)
         self._throwaway(runner, feed)
         self._calls.take()
         return runner
+
+    def _choose_gather_types(self, kind: torch.dtype, objective: Objective, feed: Feed) -> None:
+        """Run a forward whose results are dropped, and gather in half precision what it only casts to that.
+
+        Blocks are gathered one after the other, whatever the plan says, and nothing is kept for a backward, so that it
+        takes less memory than a step. A step of the job's own may differentiate, so that it keeps what it needs.
+        """
+        assert self._job is not None and self._calls is not None, "build() comes first"
+        replica, caller, root = self.replica, objective.caller, fsdp_modules(self.replica.model)[0]
+        _, share = next(throwaway_micro_batches(feed))
+        compiled, types = replica.spec.compile == "inductor", GatherTypes(replica.model, kind)
+        root.set_reshard_after_forward(True)
+        with (
+            replica.attempt(), random_state.preserve_generators(self._device), types.watching(self._device),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            torch.set_grad_enabled(replica.spec.step is not None),
+        ):  # fmt: skip
+            replica.reseed(0)
+            columns = caller.tensors(share.batch)
+            if replica.spec.step is not None:
+                caller.loss(replica.model, columns, share.batch, share.layout)
+            else:
+                caller.outputs(replica.model, columns)
+        reshard_model(replica.model)
+        root.set_reshard_after_forward(self._job[1].zero == 3)
+        types.settle(self._placed.data_groups, self._device)
+        self._calls.watch_again()
 
     @contextmanager
     def _evaluating(self, feed: Feed) -> Iterator[None]:

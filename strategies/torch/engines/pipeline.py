@@ -118,7 +118,7 @@ class Pipeline(ShardedModelEngine):
             model, part.stage, spec, plan, layers, self._tensor_group, device=self._device, where=self._where
         )
         if self._placed.shards is not None:
-            self._shards = StageShards(model, self._placed.device_mesh(self._device), self._where)
+            self._shards = StageShards(model, self._placed.device_mesh(self._device), self._where, plan.wire)
             self._modules_hold_group = True
         return slices
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -423,7 +424,7 @@ def split_stage(
     slices: dict[str, ShardSlice] = {}
 
     def forward(module: nn.Module, tensors: Sequence[Tensor]) -> Any:
-        with functions.precision():
+        with replace(functions, device=device).precision():
             return functions.called(module, tensors)
 
     def prepare(module: nn.Module, users: Mapping[str, frozenset[int]]) -> None:

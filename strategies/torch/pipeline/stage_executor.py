@@ -64,6 +64,7 @@ class StageExecutor:
 
     Attributes:
         begun: the step whose first forwards were done in the one before; None for none.
+        accumulate: called after each backward.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StageExecutor:
         self._flights: dict[tuple[int, int], _MicroBatchInFlight] = {}
         self._halved: dict[int, bool] = {}
         self.begun: int | None = None
+        self.accumulate: Callable[[], None] = lambda: None
 
     @property
     def last(self) -> bool:
@@ -222,6 +224,7 @@ class StageExecutor:
             flight.slopes = self.messages.received(operation)
         with TorchUserCode("the backward pass", self.objective.caller.where):
             self._differentiate(operation, flight)
+        self.accumulate()
         if operation.kind != "weights":
             wanted = [each for each in flight.given if each.requires_grad]
             back = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
@@ -303,6 +306,8 @@ class StageRunner(MeshRunner):
     @classmethod
     def of(cls, pipe: StageExecutor, place: MeshGroups, shards: StageShards | None) -> StageRunner:
         """Return the runner of a stage; every rank of the world calls it, since it makes groups."""
+        if shards is not None:
+            pipe.accumulate = shards.accumulate
         return cls(
             objective=pipe.objective,
             pipe=pipe,
@@ -317,11 +322,9 @@ class StageRunner(MeshRunner):
         given = [*throwaway_micro_batches(feed)]
         replica = self.pipe.replica
         with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
-            if self.objective.caller.autocast:
-                with nullcontext() if self.shards is None else self.shards.gathered():
+            if replica.autocast is not None:
+                with nullcontext() if self.shards is None else self.shards.choosing_types(replica, self.others):
                     self.pipe.rehearse(given[0][1])
-                if self.shards is not None:
-                    self.shards.reshard()
             self.run(given, feed)
         self.objective.begin()
 

@@ -123,14 +123,14 @@ class TorchReplica:
         self.sound = True
         self.confirm = confirm
         self.every_used: bool | None = None
-        self.uncut = False
+        self.uncut = self.outer = False
         self.logged: tuple[str, ...] = ()
-        self.outer = False
         self.reseed(fold_seed(spec.seed, -1))
         with TorchUserCode("model()", where):
             self.model = spec.model()
         stored = _stored_weights(self.model, spec, where)
         _check_model(self.model, spec, plan, where)
+        _widen(self.model, plan)
         together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
         self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
@@ -395,6 +395,13 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     problems += _batch_norm_problems(model, spec, plan)
     if problems:
         raise JobError(problems, where=where)
+
+
+def _widen(model: nn.Module, plan: Plan) -> None:
+    """Under autocast, keep trained parameters of 16 bits in single precision: small updates would be lost."""
+    for parameter in model.parameters() if plan.precision in AUTOCAST_DTYPES else ():
+        if parameter.requires_grad and parameter.dtype in AUTOCAST_DTYPES.values():
+            parameter.data = parameter.data.float()
 
 
 def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
