@@ -50,6 +50,8 @@ def by_hand() -> nn.Module:
         model[4].weight[2:5].fill_(7.0)
         model[5].weight.copy_(model[4].weight.T)
         model[6].weight.add_(model[5].weight).clamp_(-1.0, 1.0)
+    model.zeros = nn.Parameter(torch.zeros_like(model[0].weight))
+    model.form = nn.Parameter(model[1].weight.new_ones(WIDTH, WIDTH))
     torch.set_default_dtype(torch.float64)
     try:
         model.wide = nn.Parameter(torch.rand(WIDTH, WIDTH))
@@ -155,6 +157,7 @@ def test_few_large_tensors_are_in_memory_at_a_time(make: Callable[[], nn.Module]
         small = sum(each.nbytes for each in model.parameters() if each.nbytes < 1 << 16)
         held = whole - released_bytes(model)
         init.divide(model)
+        init.keep_new()
         half = [each.detach()[: len(each) // 2].clone() for each in model.parameters()]
         left = whole - released_bytes(model)
     assert held <= 4 * largest + small < whole and left <= largest + small
@@ -266,6 +269,7 @@ def test_the_peak_is_what_is_kept_and_one_layer() -> None:
     with init.building():
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
         init.divide(model)
+        init.keep_new()
         for layer in model:
             kept.append(layer.weight.detach()[: width // 8].clone())
             del layer.weight

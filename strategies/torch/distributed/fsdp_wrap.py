@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.torch_compat import FsdpState, forget_gradient, reduce_unused_parameters
+from trainwright.strategies.torch.training.deferred_init import keep_new_tensors
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
@@ -42,6 +43,7 @@ def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload:
     if problems:
         raise JobError(problems, where=where)
     fields = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    keep_new_tensors()
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     try:
         for module in (*chosen, model):

@@ -254,22 +254,24 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held_bytes = held_bytes
         self._large = _LargeTensors(held_bytes)
         self._count = 0
-        self._noting = True
+        self._noting, self._divided = True, False
         self._inside = False  # of an operation: what it does itself is not noted
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """Release the memory of large tensors that this thread makes, until the end of the context."""
         with _RawAccess(self), self:
+            _BUILDING.append(self)
             try:
                 yield
             finally:
+                _BUILDING.remove(self)
                 gc.collect()  # those that this rank does not keep may be in a cycle
                 with self._own():
                     self._large.provide_all()
 
     def divide(self, model: nn.Module, loaded: Collection[str] = ()) -> int:
-        """Note nothing more: what is made from here on is what this rank keeps.
+        """Let as little of the model be in memory as there can; what divides it follows.
 
         Args:
             model: whole.
@@ -279,7 +281,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             The digest of the other parameters that are trained. Large ones are not computed for it: it differs where
             they do, and may differ where equal ones came about differently.
         """
-        self._noting, self._large.room_bytes = False, self._held_bytes
+        self._divided, self._large.room_bytes = True, self._held_bytes
         with self._own():
             found = parameter_digest(model, loaded, lambda tensors: [self._digest(each) for each in tensors])
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -287,6 +289,10 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     values.last = None
         self._warn_of_whole_tensors()
         return found
+
+    def keep_new(self) -> None:
+        """Let what is made from here on stay in memory: it is what this rank keeps."""
+        self._noting = False
 
     def keep(self, tensors: Any) -> None:
         """Let tensors have their values in memory from now on."""
@@ -349,8 +355,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(func, args, kwargs)
         replaced = self._replaced(func, written, given)
         absent = replaced is not None and not replaced.present
-        for values in used:
-            large.provide(values, computed=values is not replaced and func._overloadpacket not in _BY_FORM)
+        for values in used if func._overloadpacket not in _BY_FORM else ():
+            large.provide(values, computed=values is not replaced)
         noted = self._noting and len(written) < 2 and _is_repeatable(func)
         generator = _generator(func, kwargs) if noted else None
         state = None if generator is None else generator.get_state()
@@ -410,7 +416,17 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = self._large.add(tensor)
         if func._overloadpacket not in _EMPTY:
             values.last = replace(operation, result=_Operand.of(tensor, values), place=place)
-        self._large.room_bytes = max(self._large.room_bytes, _SCRATCH * values.size_bytes)
+        if not self._divided:
+            self._large.room_bytes = max(self._large.room_bytes, _SCRATCH * values.size_bytes)
+
+
+_BUILDING: list[DeferredInit] = []
+
+
+def keep_new_tensors() -> None:
+    """Let what is made from here on stay in memory; does nothing where no model is being built."""
+    for init in _BUILDING:
+        init.keep_new()
 
 
 class _RawAccess(TorchFunctionMode):
