@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from trainwright.strategies.torch.training.train_state import TorchReplica
 
 WIDTH, BLOCKS = 1024, 40
 BLOCK_BYTES = 2 * 4 * WIDTH * WIDTH
+PART_BYTES = BLOCKS * BLOCK_BYTES // 4
 HELD_BYTES = 1 << 26  # that may be in memory beside what a rank keeps
 ANSWER_S, GROUP_S = 3600.0, 1800.0  # of the large model
 
@@ -71,27 +73,58 @@ def expected(blocks: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_has_its_part_and_a_layer_in_memory(pool: Pool, layout: str) -> None:
-    with World(pool, "torch", LAYOUTS[layout](4), job(4)) as small:
-        small.form()  # which imports what it needs
-        few = expected(4)
-        held = small.every("held_digests")
-        for name, value in few.items():
-            assert all(each[name][1] == digests([value[each[name][0]]])[0] for each in held if name in each), name
-        assert {name for each in held for name in each} == few.keys()
+    warm = warmed(pool, LAYOUTS[layout](4), job(4))
     with World(pool, "torch", LAYOUTS[layout](BLOCKS), job(BLOCKS)) as world:
+        assert {*world.pids} == warm
         world.every("begin_peak")
         world.form()
         peaks = world.every("peak_bytes")
-        assert {*world.pids} == {*small.pids}
-        values = world.every("held_digests")[1]
-    part = BLOCKS * BLOCK_BYTES // 4
-    assert max(peaks) < part + HELD_BYTES + 4 * BLOCK_BYTES, f"{peaks} bytes for a part of {part:,}"
-    random = expected_of_rank(values)
-    assert [name for name, alike in random if not alike] == []
-
-
-def expected_of_rank(held: dict[str, tuple[tuple[slice, ...], int]]) -> Iterator[tuple[str, bool]]:
-    """Whether each tensor of a rank is that of one device."""
+        held = world.every("held_digests")[1]
+    assert max(peaks) < PART_BYTES + HELD_BYTES + 4 * BLOCK_BYTES, f"{peaks} bytes for a part of {PART_BYTES:,}"
     whole = expected(BLOCKS)
     for name, (inside, digest) in held.items():
-        yield name, digests([whole[name][inside]])[0] == digest
+        assert digests([whole[name][inside]])[0] == digest, name
+
+
+@pytest.mark.parametrize("layout", ["sharded", "stages"])
+def test_a_checkpoint_of_another_layout_is_loaded_in_parts(pool: Pool, tmp_path: Path, layout: str) -> None:
+    other = LAYOUTS["tensor"](BLOCKS)
+    with World(pool, "torch", other, job(BLOCKS)) as world:
+        world.start()
+        world.every("save_in", lambda _: (tmp_path,))
+        sizes = [each.stat().st_size for each in tmp_path.iterdir()]
+    assert sum(sizes) > 4 * PART_BYTES
+    warmed(pool, LAYOUTS[layout](4), job(4))
+    changed = replace(job(BLOCKS), seed=4)
+    with World(pool, "torch", LAYOUTS[layout](BLOCKS), changed) as world:
+        world.start()
+        world.every("begin_peak")
+        world.every("load_from", lambda _: (tmp_path,))
+        peaks = world.every("peak_bytes")
+        held = world.every("held_digests")[1]
+    assert max(peaks) < PART_BYTES + 4 * BLOCK_BYTES, f"{peaks} bytes for a part of {PART_BYTES:,}"
+    whole = expected(BLOCKS)
+    for name, (inside, digest) in held.items():
+        assert digests([whole[name][inside]])[0] == digest, name
+
+
+def test_the_state_of_a_peer_is_taken_without_another_copy(pool: Pool) -> None:
+    hybrid = replace(SHARDED, mesh=Mesh(data=2, shard=2))
+    with World(pool, "torch", hybrid, job(BLOCKS)) as world:
+        world.form()
+        world.every("begin_peak")
+        world.settle(0, None)
+        assert max(world.every("peak_bytes")) < 4 * BLOCK_BYTES
+
+
+def warmed(pool: Pool, layout: Plan, small: ModelSpec) -> set[int]:
+    """Processes that have imported what the layout needs. Their bits are those of one device."""
+    with World(pool, "torch", layout, small) as world:
+        world.start()
+        held = world.every("held_digests")
+    whole = expected(4)
+    assert {name for each in held for name in each} == whole.keys()
+    for each in held:
+        for name, (inside, digest) in each.items():
+            assert digests([whole[name][inside]])[0] == digest, name
+    return {*world.pids}

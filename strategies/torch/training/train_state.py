@@ -353,7 +353,7 @@ def sparse_problems(model: nn.Module) -> list[str]:
     ]
 
 
-def _new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[nn.Module, StoredByName]:
+def _new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByName]:
     """Return a new model, and what the files of initial weights give it."""
     with TorchUserCode("model()", where):
         model = spec.model()

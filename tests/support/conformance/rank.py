@@ -61,6 +61,30 @@ class Files:
         yield memoryview(self.read(name))
 
 
+class Folder:
+    """The files of a checkpoint on disk: a Writer and a Reader."""
+
+    weights_only = False
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        with (self.place / name).open("wb") as file:
+            file.writelines(pieces)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.place.iterdir())
+
+    def read(self, name: str) -> bytes:
+        return (self.place / name).read_bytes()
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        with (self.place / name).open("rb") as file:
+            while piece := file.read(1 << 20):
+                yield memoryview(piece)
+
+
 class Faulty:
     """A loss that goes wrong once it is armed with the name of a fault, after a number of calls."""
 
@@ -241,6 +265,13 @@ class Session:
 
     def load(self, files: Mapping[str, bytes]) -> StateTag:
         return self.engine.load(Files(files))
+
+    def save_in(self, folder: Path) -> None:
+        """Write the files of this rank's state now."""
+        self.engine.save(self.engine.snapshot(), Folder(folder))
+
+    def load_from(self, folder: Path) -> StateTag:
+        return self.engine.load(Folder(folder))
 
     def leave(self) -> None:
         """Twice, because that is allowed."""
