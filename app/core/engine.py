@@ -659,3 +659,6 @@ class StateReader(Protocol):
 
     def read(self, name: str) -> bytes | bytearray:
         """Return one file, verified; raises CheckpointError when it is missing, torn or altered."""
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Yield one file in chunks; raises as `read`, at the end at the latest: it is verified then."""

@@ -126,19 +126,23 @@ class CheckpointReader:
             CheckpointError: the file is missing, torn or altered, or the checkpoint never had it.
             StorageError: the store cannot be read.
         """
-        place = f"{self._folder}/{name}"
-        if name not in self._files:
-            raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
-        data, start = bytearray(self._files[name].size_bytes), 0
-        for portion in _portions(self._store, place, self._files[name]):
+        portions, start = self.stream(name), 0
+        data = bytearray(self._files[name].size_bytes if name in self._files else 0)
+        for portion in portions:
             data[start : start + len(portion)] = portion
             start += len(portion)
         return data
 
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Yield one file in chunks, and verify it at the end. Raises the errors of `read`."""
+        place = f"{self._folder}/{name}"
+        if name not in self._files:
+            raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
+        yield from _portions(self._store, place, self._files[name])
+
     def verify(self, name: str) -> None:
         """Read one file without keeping it. Raises the errors of `read`."""
-        for _ in _portions(self._store, f"{self._folder}/{name}", self._files[name]):
-            pass
+        deque(self.stream(name), maxlen=0)
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------

@@ -157,5 +157,8 @@ class Files:
     def read(self, name: str) -> bytes:
         return self.files[name]
 
+    def stream(self, name: str) -> Iterator[memoryview]:
+        yield memoryview(self.read(name))
+
     def write(self, name: str, *pieces: bytes) -> None:
         self.files[name] = b"".join(pieces)

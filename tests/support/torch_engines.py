@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,9 @@ class Files:
 
     def read(self, name: str) -> bytes:
         return self.files[name]
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        yield memoryview(self.read(name))
 
 
 def saved(engine: Any) -> Files:

@@ -14,7 +14,8 @@ from tests.support.planner_cases import decide
 from tests.support.torch_engines import Files, feed, one_device, saved, spec
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import CheckpointError, PlanError
-from trainwright.strategies.torch.checkpoint.safetensors_files import from_safetensors, take_weights
+from trainwright.strategies.torch.checkpoint.initial_weights import from_safetensors
+from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 
 
 class Adapted(nn.Module):

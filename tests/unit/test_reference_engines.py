@@ -170,6 +170,9 @@ class _Files:
     def read(self, name: str) -> bytes:
         return self.files[name]
 
+    def stream(self, name: str) -> Iterator[memoryview]:
+        yield memoryview(self.read(name))
+
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Results of calls that wait for each other."""

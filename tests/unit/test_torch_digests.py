@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.strategies.torch.checkpoint.replica_digests import parameter_digest
-from trainwright.strategies.torch.checkpoint.tensor_digests import ROW_WORDS, tensor_digest
+from trainwright.strategies.torch.checkpoint.tensor_digests import ROW_WORDS, parameter_digest, tensor_digest
 
 SIZES = (1, 2, 3, 7, 8, 2 * ROW_WORDS - 1, 2 * ROW_WORDS, 4 * ROW_WORDS + 1)
 

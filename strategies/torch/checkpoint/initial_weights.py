@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -295,26 +296,80 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, in its own memory where that is writable.
+    """Return the tensors of a safetensors file.
 
     Raises:
         ValueError, KeyError, TypeError: it is no such file.
     """
-    view = memoryview(data)
-    start = 8 + int.from_bytes(view[:8], "little")
-    header, found = json.loads(bytes(view[8:start])), dict[str, Tensor]()
-    for name, one in header.items():
-        if name == "__metadata__":
-            continue
-        first, end = one["data_offsets"]
-        if not 0 <= first <= end <= len(view) - start:
+    return dict(stream_safetensors([memoryview(data)]))
+
+
+def stream_safetensors(
+    portions: Iterable[memoryview], wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a safetensors file, of which no more than one is in memory at a time, with their names.
+
+    Args:
+        portions: of the file, in order. All of them are taken, also where an error follows.
+        wanted: names of the tensors; None for all.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such file.
+    """
+    source = iter(portions)
+    try:
+        yield from _streamed(_Bytes(source), wanted)
+    finally:
+        for _ in source:
+            pass
+
+
+def _streamed(source: _Bytes, wanted: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+    header: dict[str, Any] = json.loads(source.take(int.from_bytes(source.take(8), "little")))
+    described = {name: one for name, one in header.items() if name != "__metadata__"}
+    end = 0
+    for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        (start, last), dtype = one["data_offsets"], _DTYPES[one["dtype"]]
+        if not end <= start <= last:
             raise ValueError(f"{name} is not inside the file")
-        part = view[start + first : start + end]
-        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8) if end > first else None
-        dtype = _DTYPES[one["dtype"]]
-        empty = torch.empty(one["shape"], dtype=dtype)
-        found[name] = empty if flat is None else flat.view(dtype).reshape(one["shape"])
-    return found
+        source.skip(start - end)
+        end = last
+        if wanted is not None and name not in wanted:
+            source.skip(last - start)
+        elif last == start:
+            yield name, torch.empty(one["shape"], dtype=dtype)
+        else:
+            flat = torch.frombuffer(source.take(last - start), dtype=torch.uint8)
+            yield name, flat.view(dtype).reshape(one["shape"])
+
+
+class _Bytes:
+    """Bytes that come in portions."""
+
+    def __init__(self, portions: Iterator[memoryview]) -> None:
+        self._portions, self._rest = portions, memoryview(b"")
+
+    def take(self, count: int) -> bytearray:
+        """Return the next bytes. Raises ValueError where there are fewer."""
+        found = bytearray()
+        for piece in self._next(count):
+            found += piece
+        return found
+
+    def skip(self, count: int) -> None:
+        """Pass by the next bytes. Raises ValueError where there are fewer."""
+        for _ in self._next(count):
+            pass
+
+    def _next(self, count: int) -> Iterator[memoryview]:
+        while count:
+            if not self._rest:
+                self._rest = next(self._portions, memoryview(b""))
+                if not self._rest:
+                    raise ValueError(f"it ends {count:,} bytes early")
+            piece, self._rest = self._rest[:count], self._rest[count:]
+            count -= len(piece)
+            yield piece
 
 
 def _tensor_bytes(value: Tensor) -> memoryview:

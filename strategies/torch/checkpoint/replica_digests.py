@@ -8,13 +8,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.core.initial_weights import WeightSource
 from trainwright.strategies.torch.checkpoint import host_state
-from trainwright.strategies.torch.checkpoint.initial_weights import match_names
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text_hash
 from trainwright.strategies.torch.distributed.process_group import all_gather_ints
 from trainwright.strategies.torch.shard_layout import to_local
@@ -25,13 +23,6 @@ _SHOWN = 8  # ranks in an error
 _GROUP, _BUFFER, _SLOT, _PARAMETER = "parameter group", "buffer", "optimizer state", "parameter"
 _Key = tuple[str, str]  # a kind, and a name of that kind
 _Entries = dict[_Key, Tensor | str]
-
-
-def parameter_digest(model: nn.Module, weights: WeightSource | None = None) -> int:
-    """Return a 63-bit number that depends on every bit of the parameters that are trained, and no file gives."""
-    given = {} if weights is None else match_names(model, weights, "")
-    named = model.named_parameters()
-    return fold_seed(*digests(each for name, each in named if each.requires_grad and name not in given))
 
 
 def check_same_start(checksum: int, device: torch.device, where: str) -> None:

@@ -17,17 +17,17 @@ A divided model has three such files for each part, `model.shard-0-of-4.safetens
 `model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
 divided is in the files of all parts that have it; of parameter servers' (`model.server-0-of-2.safetensors`), in one.
 `state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded
-into any other: `read` puts together what a rank needs, from the files that hold some of it, one after the other, and
-alone from its own part's where that has all of it.
+into any other: `read` puts together what a rank needs, tensor by tensor, from the files that hold some of it, one part
+after the other, and alone from its own part's where that has all of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ from trainwright.strategies.torch.checkpoint.host_state import (
 from trainwright.strategies.torch.checkpoint.initial_weights import (
     base_digest,
     fill_empty,
-    from_safetensors,
     load_weight_files,
+    stream_safetensors,
     to_safetensors,
 )
 from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
@@ -303,14 +303,18 @@ def _assemble(
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
         news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
-        names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
-        tensors = _tensors(reader, names) if news or (len(known) == 1 and kind in facts["tensors"]) else {}
-        for name, box in news.items():
+
+        def take(name: str, value: Tensor, news: Mapping[str, ShardSlice] = news, held: Any = held) -> None:
+            box = news[name]
             taken[name].add(box)
             if held[name] == boxes[name]:
-                found[name] = tensors[name]
+                found[name] = value
             else:
-                found[name][box.inside(boxes[name])] = tensors[name][box.inside(held[name])]
+                found[name][box.inside(boxes[name])] = value[box.inside(held[name])]
+
+        if news or (len(known) == 1 and kind in facts["tensors"]):
+            names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
+            _take_tensors(reader, names, news, take)
     for name, parts in taken.items():
         if sum(box.count for box in parts) != boxes[name].count:
             raise _damaged(_STATE.format(next(iter(known)).suffix), ValueError(f"{name} is not whole in all parts"))
@@ -331,23 +335,37 @@ def _parts(reader: StateReader) -> tuple[ModelPart, ...]:
 
 def _tensors(reader: StateReader, names: Sequence[str]) -> dict[str, Tensor]:
     """Return all tensors of some files."""
+    found: dict[str, Tensor] = {}
+    _take_tensors(reader, names, None, found.__setitem__)
+    return found
+
+
+def _take_tensors(
+    reader: StateReader, names: Sequence[str], wanted: Collection[str] | None, take: Callable[[str, Tensor], None]
+) -> None:
+    """Call `take` with the wanted tensors of some files, from several threads; with all of them for None.
+
+    Of each file that is read, one tensor is in memory beside what `take` keeps.
+    """
+
+    def read(name: str) -> None:
+        _check_name(reader, name)
+        try:
+            for found, value in stream_safetensors(reader.stream(name), wanted):
+                take(found, value)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise _damaged(name, error) from error
+
     with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
-        return {name: value for found in pool.map(partial(_read_file, reader), names) for name, value in found.items()}
-
-
-def _read_file(reader: StateReader, name: str) -> dict[str, Tensor]:
-    data = _bytes(reader, name)
-    try:
-        return from_safetensors(data)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise _damaged(name, error) from error
+        deque(pool.map(read, names), maxlen=0)
 
 
 def _read_header(reader: StateReader, part: ModelPart) -> dict[str, Any]:
     name = _STATE.format(part.suffix)
     expected = {"step", "optimizer", "options", "plain", "tensors"}
+    _check_name(reader, name)
     try:
-        facts = json.loads(_bytes(reader, name))
+        facts = json.loads(reader.read(name))
         version, missing = facts["format"], expected - set(facts)
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(name, error) from error
@@ -360,14 +378,13 @@ def _read_header(reader: StateReader, part: ModelPart) -> dict[str, Any]:
     return dict(facts)
 
 
-def _bytes(reader: StateReader, name: str) -> bytes | bytearray:
+def _check_name(reader: StateReader, name: str) -> None:
     if name not in reader.names():
         raise CheckpointError(
             f"the checkpoint has no {name}; it holds {', '.join(sorted(reader.names())) or 'nothing'}",
             where=name,
             remedy="give a checkpoint that a torch strategy wrote",
         )
-    return reader.read(name)
 
 
 def _damaged(name: str, error: Exception) -> CheckpointError:

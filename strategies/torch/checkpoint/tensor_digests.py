@@ -7,7 +7,7 @@ change is seen for certain, any other but for one case in 2**63, also where the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 
 import numpy as np
@@ -38,6 +38,19 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that are not trained, by each of their full names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in named if not parameter.requires_grad}
+
+
+def parameter_digest(
+    model: nn.Module, given: Collection[str] = (), digest: Callable[[Iterable[Tensor]], list[int]] | None = None
+) -> int:
+    """Return a 63-bit number that depends on every bit of the parameters that are trained, and no file gives.
+
+    Args:
+        given: names of those that files give.
+        digest: returns a number for each tensor; by default, `digests`.
+    """
+    named = model.named_parameters()
+    return fold_seed(*(digest or digests)(each for name, each in named if each.requires_grad and name not in given))
 
 
 def named_digest(tensors: Mapping[str, Tensor]) -> str:

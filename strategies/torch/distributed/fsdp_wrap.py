@@ -35,6 +35,7 @@ from trainwright.strategies.torch.torch_compat import (
     storage_key,
     tree_leaves,
 )
+from trainwright.strategies.torch.training.deferred_init import keep_new_tensors
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
@@ -62,6 +63,7 @@ def fully_shard_model(
     if problems:
         raise JobError(problems, where=where)
     fields = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    keep_new_tensors()
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     try:
         for module, kinds in _trained_types(model, chosen):

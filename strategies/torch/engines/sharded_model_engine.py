@@ -62,7 +62,6 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._modules_hold_group = False  # so that they cannot outlive it
         self._layout = WHOLE_MODEL.layout
         self._kept_state: _KeptState | None = None
-        self._checksum = 0
 
     # --- the group ----------------------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Build the whole model and keep this rank's part of it."""
+        """Build the model and keep this rank's part of it."""
         self._job, self._place = (spec, plan), None
         return super().build(spec, plan)
 
@@ -146,11 +145,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._tensor_group = TensorParallelGroup(
             index=part.tensor, size=part.tensors, process_group=self._placed.tensors, sequence=plan.sequence
         )
-
-        def place(model: nn.Module) -> Mapping[str, ShardSlice]:
-            self._checksum = replica_digests.parameter_digest(model, spec.weights)
-            return self._shard_model(spec, plan, model)
-
+        place = partial(self._shard_model, spec, plan)
         return TorchReplica(spec, plan, self._device, self._where, part=part, place=place, confirm=self._confirm)
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> Sequence[str]:
@@ -163,7 +158,7 @@ class ShardedModelEngine(ProcessGroupEngine):
 
     def _check_start(self) -> None:
         """Check that all ranks built the same model, and that replicas hold the same state; raises as `verify`."""
-        checksum = 0 if self.replica.step else self._checksum
+        checksum = 0 if self.replica.step else self.replica.start_digest
         replica_digests.check_same_start(checksum, self._device, self._where)
         self.verify()
 

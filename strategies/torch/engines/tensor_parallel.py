@@ -13,6 +13,7 @@ from trainwright.strategies.torch.distributed.mesh_groups import MeshRunner
 from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, choose_layers
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import shard_layers
+from trainwright.strategies.torch.training.deferred_init import keep_new_tensors
 from trainwright.strategies.torch.training.objective import Objective
 from trainwright.strategies.torch.training.train_step import StepRunner
 
@@ -22,6 +23,7 @@ class TensorParallel(ShardedModelEngine):
 
     def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         layers = choose_layers(spec, plan, model, self._part.tensors, self._where)
+        keep_new_tensors()
         slices = shard_layers(model, layers, self._tensor_group, self._where)
         model.to(self._device)
         return slices

@@ -39,6 +39,7 @@ from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parame
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
+from trainwright.strategies.torch.training.deferred_init import DeferredInit
 from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
 from trainwright.strategies.torch.training.optimizers import (
@@ -70,7 +71,7 @@ class TorchReplica:
         where: the rank, for errors.
         part: the part of the model that this rank holds.
         place: divides the model and moves it to its device; returns the slice that it kept of each tensor, by all of
-            its names. By default the model is moved to `device`.
+            its names. By default the model is moved to `device`. Until then little of the model is in memory at a time.
 
     Attributes:
         model: the user's module.
@@ -85,6 +86,7 @@ class TorchReplica:
         average: average of the trained parameters; None where the job has none.
         rebuilt: names of frozen parameters that no state holds, since `model()` makes them.
         base: digest of these in all of the model; empty where there are none.
+        start_digest: of the trained parameters that no file gives, before the model was divided; 0 for a whole one.
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
         confirm: called before a result of collectives is taken; raises PeerLost where it is not valid.
@@ -126,18 +128,18 @@ class TorchReplica:
         self.uncut = self.outer = False
         self.logged: tuple[str, ...] = ()
         self.reseed(fold_seed(spec.seed, -1))
-        with TorchUserCode("model()", where):
-            self.model = spec.model()
-        stored = _stored_weights(self.model, spec, where)
-        _check_model(self.model, spec, plan, where)
-        _widen(self.model, plan)
-        together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
-        self.synchronized = SyncedBatchNorms(self.model, where) if together else None
-        if plan.recompute == "full":
-            checkpoint_blocks(self.model, plan.cuts)
-        frozen = {} if spec.save_frozen else frozen_parameters(self.model)
-        self.rebuilt, self.base = frozenset(frozen), base_digest(frozen, stored, spec.weights)
-        self._cut = (place or self._place)(self.model)
+        deferred, self.start_digest = None if place is None else DeferredInit(), 0
+        with nullcontext() if deferred is None else deferred.building():
+            self.model, stored = _new_model(spec, plan, where)
+            together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
+            self.synchronized = SyncedBatchNorms(self.model, where) if together else None
+            if plan.recompute == "full":
+                checkpoint_blocks(self.model, plan.cuts)
+            frozen = {} if spec.save_frozen else frozen_parameters(self.model)
+            self.rebuilt, self.base = frozenset(frozen), base_digest(frozen, stored, spec.weights)
+            if deferred is not None:
+                self.start_digest = deferred.divide(self.model, stored)
+            self._cut = (place or self._place)(self.model)
         if spec.weights is not None:
             load_slices(self.model, spec.weights, stored, self.boxes)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -349,6 +351,16 @@ def sparse_problems(model: nn.Module) -> list[str]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.layout != torch.strided
     ]
+
+
+def _new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByName]:
+    """Return a new model, and what the files of initial weights give it."""
+    with TorchUserCode("model()", where):
+        model = spec.model()
+    stored = _stored_weights(model, spec, where)
+    _check_model(model, spec, plan, where)
+    _widen(model, plan)
+    return model, stored
 
 
 def _stored_weights(model: Any, spec: ModelSpec, where: str) -> StoredByName:

@@ -153,10 +153,13 @@ class World:
         self.form()
         return self.settle(source, feed)
 
-    def form(self, deadline_s: float = GROUP_S, own_s: Mapping[int, float] | None = None) -> list[StateTag]:
+    def form(
+        self, deadline_s: float = GROUP_S, own_s: Mapping[int, float] | None = None, answer_s: float = ANSWER_S
+    ) -> list[StateTag]:
         """A new generation: reserve, exchange addresses, form; and build at once in processes that have not.
 
         Args:
+            answer_s: deadline of each of these.
             own_s: deadlines of ranks that have one of their own.
         """
         own = own_s or {}
@@ -166,7 +169,9 @@ class World:
             rank.send("form", groups[number])
             if number in new:
                 rank.send("build", self.spec, self.plan)
-        answers = [[rank.outcome() for _ in range(1 + (number in new))] for number, rank in enumerate(self.ranks)]
+        answers = [
+            [rank.outcome(answer_s) for _ in range(1 + (number in new))] for number, rank in enumerate(self.ranks)
+        ]
         tags = [[value_of(outcome) for outcome in outcomes][-1] for outcomes in answers]
         self._built = [True] * len(self.ranks)
         self._tags: list[StateTag] = tags

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +56,33 @@ class Files:
 
     def read(self, name: str) -> bytes:
         return self.files[name]
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        yield memoryview(self.read(name))
+
+
+class Folder:
+    """The files of a checkpoint on disk: a Writer and a Reader."""
+
+    weights_only = False
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        with (self.place / name).open("wb") as file:
+            file.writelines(pieces)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.place.iterdir())
+
+    def read(self, name: str) -> bytes:
+        return (self.place / name).read_bytes()
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        with (self.place / name).open("rb") as file:
+            while piece := file.read(1 << 20):
+                yield memoryview(piece)
 
 
 class Faulty:
@@ -110,6 +138,26 @@ class Session:
         if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
             gc.freeze()
         return os.getpid()
+
+    def begin_peak(self) -> None:
+        """Count the peak of this process's memory from here."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self.memory_before = _memory_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """By how much memory grew at most."""
+        return _memory_bytes("VmHWM") - self.memory_before
+
+    def held_digests(self) -> dict[str, tuple[tuple[slice, ...], int]]:
+        """The slice of each tensor that this rank holds, with a digest."""
+        from trainwright.strategies.torch.checkpoint.host_state import state_of
+        from trainwright.strategies.torch.checkpoint.tensor_digests import digests
+        from trainwright.strategies.torch.shard_layout import ShardSlice
+
+        state = state_of(self.engine.replica)
+        boxes = {name: state.boxes.get(name) or ShardSlice.all_of(value.shape) for name, value in state.model.items()}
+        found = zip(boxes.items(), digests(state.model.values()), strict=True)
+        return {name: (box.inside(ShardSlice.all_of(box.shape)), digest) for (name, box), digest in found}
 
     def set_environment(self, name: str, value: str) -> None:
         os.environ[name] = value
@@ -218,6 +266,13 @@ class Session:
     def load(self, files: Mapping[str, bytes]) -> StateTag:
         return self.engine.load(Files(files))
 
+    def save_in(self, folder: Path) -> None:
+        """Write the files of this rank's state now."""
+        self.engine.save(self.engine.snapshot(), Folder(folder))
+
+    def load_from(self, folder: Path) -> StateTag:
+        return self.engine.load(Folder(folder))
+
     def leave(self) -> None:
         """Twice, because that is allowed."""
         self.engine.leave()
@@ -274,6 +329,11 @@ def _answer(session: Session, verb: str, arguments: tuple[Any, ...]) -> tuple[st
         return "raised", error.with_traceback(None), traceback.format_exc()
     except Exception as error:
         return "raised", RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()
+
+
+def _memory_bytes(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
 
 
 def _changed(result: Any, change: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.support.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, columns, schedule
 from trainwright.core.data import Batch, Columns, Terms
 from trainwright.core.engine import ModelSpec
-from trainwright.strategies.torch.checkpoint.safetensors_files import from_safetensors
+from trainwright.strategies.torch.checkpoint.initial_weights import from_safetensors
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks share the cores
