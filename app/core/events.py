@@ -328,6 +328,41 @@ class Kept(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceWritten(Event):
+    """A rank's trace of the steps `first` to `last` is in the store, at a path within the run."""
+
+    rank: int = 0
+    node: str = ""
+    first: int = 0
+    last: int = 0
+    path: str = ""
+    size_bytes: int = 0
+
+    @property
+    def steps(self) -> str:
+        """`steps 20 to 24`."""
+        return f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
+
+    @property
+    def text(self) -> str:
+        """`trace of rank 0 (node-a): steps 20 to 24, profile/steps-20-24/rank-0.trace.json.gz (1.2 MiB)`."""
+        place = f" ({self.node})" if self.node else ""
+        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({self.size_bytes / 2**20:.2g} MiB)"
+
+    @property
+    def folder(self) -> str:
+        """The folder within the run that has the traces of all ranks."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def viewer(self) -> str:
+        """What opens it."""
+        if self.path.endswith(".json.gz"):
+            return "open one in https://ui.perfetto.dev, or in chrome://tracing"
+        return f"open them with: tensorboard --logdir {self.path.partition('/')[0]} (with the package xprof)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSkipped(Event):
     """A checkpoint was not taken or not stored; training continued."""
 

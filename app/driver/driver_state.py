@@ -313,6 +313,14 @@ class MemoryCheckpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTraces:
+    """Traces of chosen steps."""
+
+    tracing: PersistentMap[int] = field(default_factory=PersistentMap)  # rank by worker that is writing its trace
+    restored: bool = False  # whether the ranks had a state before
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shutdown:
     """The end of the run."""
 
@@ -346,6 +354,7 @@ class DriverState:
     recovery: FailureRecord = field(default_factory=FailureRecord)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)  # checkpoints in the run store
     memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)  # copies of the state in the nodes' memory
+    traces: StepTraces = field(default_factory=StepTraces)  # traces of chosen steps
     shutdown: Shutdown = field(default_factory=Shutdown)  # the end of the run
 
     @classmethod
@@ -449,6 +458,7 @@ _PARTS: Mapping[str, type] = {
     "recovery": FailureRecord,
     "checkpoints": Checkpoints,
     "memory": MemoryCheckpoints,
+    "traces": StepTraces,
     "shutdown": Shutdown,
 }
 _PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if each.name not in _PARTS} | {
@@ -561,7 +571,7 @@ class Transition:
         self.change(stopping=True)
 
     def end_run(self, outcome: RunOutcome, error: Exception | None = None) -> None:
-        """Decide the outcome. From now on, answers of workers are ignored, except to uploads."""
+        """Decide the outcome. From now on, answers of workers are ignored, except to uploads and traces."""
         self.disarm()
         self.enter(Phase.CLOSING, outcome=outcome, error=error)
         self.await_workers(())

@@ -83,6 +83,7 @@ class RunLength:
     total_steps: int  # steps of the whole run
     steps_per_epoch: int  # steps of an epoch. A checkpoint is due at the end of each if `checkpoint_steps` is None.
     stride: int = 1  # steps that a worker takes between two exchanges; ranks stop at multiples of it
+    profile: range = range(0)  # steps (from 1) that the ranks trace; a segment ends with the last one
     evaluate_steps: int | None = None  # steps between evaluations, and one more at the end; None never evaluates
     # rows of the training set by step (from 1), rank, number of workers and plan, for error messages
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None

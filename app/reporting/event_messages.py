@@ -35,6 +35,7 @@ from trainwright.core.events import (
     Stale,
     Steps,
     Straggling,
+    TraceWritten,
     Waiting,
 )
 from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
@@ -94,7 +95,7 @@ class EventFormatter:
         self._formed = self._told_waiting = self._told_noise = False
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
-        self._waited_for = self._activity = ""
+        self._waited_for = self._activity = self._told_traces = ""
 
     @property
     def figures(self) -> ProgressFigures:
@@ -129,6 +130,8 @@ class EventFormatter:
                 return self._count(event)
             case Measured():
                 return self._tell_measured(event)
+            case TraceWritten() if not self._verbose:
+                return self._tell_traces(event)
             case Failed():
                 return self._tell_failure(event)
             case RunEnded():
@@ -195,6 +198,15 @@ class EventFormatter:
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
         return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
+
+    def _tell_traces(self, event: TraceWritten) -> list[OutputLine]:
+        """Show the first trace of some steps, for those of all ranks."""
+        if event.folder == self._told_traces:
+            return []
+        self._told_traces = event.folder
+        root = "/".join((str(self._start.job.get("storage", "")).rstrip("/"), self._start.run))
+        text = f"traces of {event.steps} are in {root}/{event.folder}, a file for each rank; {event.viewer}"
+        return [OutputLine(text=text, tone="good")]
 
     def _tell_failure(self, event: Failed) -> list[OutputLine]:
         self._activity = "recovering"
@@ -319,7 +331,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return OutputLine(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
             return OutputLine(text=f"stack of rank {event.rank} ({event.node}):", detail=event.text)
-        case Printed():
+        case Printed() | TraceWritten():
             return OutputLine(text=event.text)
         case MediaLogged():
             return OutputLine(text=f"step {event.step:,}: {'image' if event.width else 'text'} {event.name!r} logged")

@@ -12,7 +12,8 @@ dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_byte
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
 {step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
-`reporting.scorecard.Scorecard`, waiting, notes, report, changed_s}.
+`reporting.scorecard.Scorecard`, waiting, traces: [{rank, node, first, last, path, size_bytes}], notes, report,
+changed_s}.
 
 `log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -36,7 +37,7 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
-from trainwright.core.events import Event, RunStarted
+from trainwright.core.events import Event, RunStarted, TraceWritten
 from trainwright.core.metric_goals import best_text
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
 from trainwright.reporting.plan_view import (
@@ -244,6 +245,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "staleness": _staleness(history),
         "judged": _plain(summary.judged.verdict) if summary.judged else None,
         "waiting": waiting_text(summary.waiting) if summary.waiting and history.state == "running" else "",
+        "traces": [_trace(trace) for trace in summary.traces.values()],
         "notes": [note.text for note in summary.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
     }
@@ -255,6 +257,10 @@ def _best(history: RunHistory) -> dict[str, Any] | None:
         return None
     goal, best = history.best
     return {"text": best_text(goal, best), "goal": goal, "step": best.step, "metrics": _plain(best.metrics)}
+
+
+def _trace(trace: TraceWritten) -> dict[str, Any]:
+    return {name: getattr(trace, name) for name in ("rank", "node", "first", "last", "path", "size_bytes")}
 
 
 def _staleness(history: RunHistory) -> dict[str, Any] | None:
@@ -360,6 +366,7 @@ def dashboard_text(facts: Mapping[str, str]) -> str:
 def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[str]]]:
     summary = history.summary
     incidents = [(failure.time_s, failure_text(failure)) for failure in summary.failures]
+    traces = [*summary.traces.values()]
     incidents += [(recovery.formed.time_s, recovery_text(recovery.formed)) for recovery in summary.recoveries]
     judged = Scorecard.read(summary.judged.verdict) if summary.judged else None
     return [
@@ -369,6 +376,7 @@ def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[st
             [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
         ),
         ("Failures and recoveries", [f"{formatting.timestamp(time_s)}  {text}" for time_s, text in sorted(incidents)]),
+        ("Traces of steps", [*(trace.text for trace in traces), *dict.fromkeys(trace.viewer for trace in traces)]),
         ("Notes", data["notes"]),
         ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
     ]

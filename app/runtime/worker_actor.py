@@ -135,7 +135,7 @@ class WorkerCalls:
 
     @ray.method(concurrency_group="keep")
     def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """Run a verb on the thread that writes into memory."""
+        """Run a verb on the thread that writes copies into memory, and traces."""
         return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="watch")
@@ -188,7 +188,7 @@ class WorkerCalls:
             failure = _failure(error, self._where)
         if verb == "run":
             failure = replace(failure, step=self._worker.newest)
-        if verb not in ("upload", "keep"):
+        if verb not in ("upload", "keep", "trace"):
             self._let_go(self._worker, failure)
         return failure
 

@@ -40,6 +40,7 @@ from trainwright.core.events import (
     Stale,
     Steps,
     Straggling,
+    TraceWritten,
     Waiting,
     from_json,
 )
@@ -425,6 +426,7 @@ class RunSummary:
         measured: measured steps of the newest plan, in order of time.
         waiting: what the run waits for now; None while it steps.
         stale: staleness of the updates of asynchronous workers, in order of steps.
+        traces: written traces of steps, by path.
         judged: the newest comparison of students with their teachers; None where there is none.
         formed: whether the current session had a rendezvous.
         cause: the first failure since the newest rendezvous.
@@ -453,6 +455,7 @@ class RunSummary:
         self.end: RunEnded | None = None
         self.stale: list[Stale] = []
         self.judged: Judged | None = None
+        self.traces: dict[str, TraceWritten] = {}
         self.formed = False
         self.cause: Failed | None = None
         self.step = self.told = self.steps_lost = 0
@@ -501,6 +504,8 @@ class RunSummary:
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
+            case TraceWritten():
+                self.traces[event.path] = event
             case Judged():
                 self.judged = event
                 return  # it comes after the session
@@ -590,6 +595,7 @@ class RunSummary:
             "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
             **asdict(self.time),
             "processes": [event.to_json() for event in self.processes.values()],
+            "traces": [event.to_json() for event in self.traces.values()],
             "nodes": dict(self.nodes),
             **{name: [event.to_json() for event in getattr(self, name)] for name in _LISTS},
             **{name: event.to_json() if (event := getattr(self, name)) else None for name in _SINGLE},
@@ -628,6 +634,7 @@ class RunSummary:
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
         found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
+        found.traces = {event.path: event for event in _events(facts.get("traces", ()), TraceWritten)}
         found.time = _TimeAccount.of(facts)
         found.nodes = escape_control_characters(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:

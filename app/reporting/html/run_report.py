@@ -87,6 +87,8 @@ def render_report(history: RunHistory, *, uri: str = "", now_s: float = 0.0) -> 
         prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
         incidents=_incidents(history),
         notes=[note.text for note in summary.notes],
+        traces=[(trace.rank, trace.node, trace.steps, trace.path) for trace in summary.traces.values()],
+        viewers=[*dict.fromkeys(trace.viewer for trace in summary.traces.values())],
         configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
         versions=sorted(start.versions.items()),
         uri=uri,

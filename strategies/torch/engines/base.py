@@ -19,6 +19,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
+from trainwright.strategies.torch.step_trace import TorchTraceRecorder
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
 from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
@@ -35,7 +36,13 @@ class _ReplicaEngine:
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, torch_training=True, decodes=True
+        reform="in_place",
+        topology="collective",
+        devices_per_worker=1,
+        inductor=True,
+        torch_training=True,
+        decodes=True,
+        tracer=TorchTraceRecorder,
     )
 
     def __init__(self) -> None:
