@@ -38,6 +38,7 @@ from trainwright.core.events import (
     TraceWritten,
     Waiting,
 )
+from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]
@@ -65,6 +66,7 @@ class ProgressFigures:
     samples_per_s: float = math.nan  # of the last steps
     # share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers
     wait_share: float = math.nan
+    mfu: float = math.nan  # model FLOPs utilization of the last steps, 0 to 1; NaN where it is not known
     left_s: float = math.nan  # remaining time at the rate of this session, with evaluations and checkpoints
     activity: str = ""  # what the run does instead of training steps; empty while it trains
 
@@ -76,6 +78,7 @@ class ProgressFigures:
             parts += (
                 [f"waiting for data {formatting.percent(self.wait_share)}"] if math.isfinite(self.wait_share) else []
             )
+            parts += [f"MFU {formatting.percent(self.mfu)}"] if math.isfinite(self.mfu) else []
             parts += [f"{formatting.clock_time(self.left_s)} left"]
         return ", ".join(parts + ([self.activity] if self.activity else []))
 
@@ -90,6 +93,7 @@ class EventFormatter:
     def __init__(self, *, verbose: bool = False) -> None:
         self._verbose = verbose
         self._start = RunStarted()
+        self._utilization = UtilizationMeter()
         self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
         self._formed = self._told_waiting = self._told_noise = False
@@ -104,6 +108,7 @@ class EventFormatter:
         seconds = sum(row[2] for row in self._recent)
         measured = bool(self._recent) and seconds > 0
         pace_s = self._stepping_s / self._done if self._done else math.nan
+        samples_per_s = sum(row[1] for row in self._recent) / seconds if measured else math.nan
         return ProgressFigures(
             step=self._step,
             total=total,
@@ -111,7 +116,8 @@ class EventFormatter:
             epoch=epoch_of(self._step if self._recent else min(self._step + 1, total), per_epoch),
             epochs=epoch_of(total, per_epoch),
             loss=sum(row[0] for row in self._recent) / len(self._recent) if self._recent else math.nan,
-            samples_per_s=sum(row[1] for row in self._recent) / seconds if measured else math.nan,
+            samples_per_s=samples_per_s,
+            mfu=self._utilization.at(samples_per_s),
             wait_share=sum(row[3] for row in self._recent) / seconds if measured else math.nan,
             left_s=pace_s * (total - self._step),
             activity=self._activity,
@@ -119,6 +125,7 @@ class EventFormatter:
 
     def tell(self, event: Event) -> list[OutputLine]:
         """Return the lines to show for an event; none for most events."""
+        self._utilization.on(event)
         match event:
             case RunStarted():
                 return self._tell_start(event)

@@ -6,7 +6,7 @@ removed. Times are seconds since the epoch, sizes bytes, durations seconds; unkn
 `runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
 `run_view`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s,
-wait_share, reason, best: {text, goal, step, metrics}, plan, plan_line, mesh: [{node, ranks, data, stage, shard,
+mfu, wait_share, reason, best: {text, goal, step, metrics}, plan, plan_line, mesh: [{node, ranks, data, stage, shard,
 tensor}], nodes: {node: ranks}, others, cluster,
 dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step, worker,
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
@@ -210,6 +210,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "epoch": epoch_of(summary.step, start.steps_per_epoch),
         "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
         "samples_per_s": _known(history.samples_per_s),
+        "mfu": _known(history.mfu),
         "wait_share": _known(history.wait_share),
         "plan": start.plan,
         "plan_line": plan_line(plan) if plan else "",
@@ -404,4 +405,5 @@ def _speed(data: dict[str, Any]) -> str:
         return ""
     waited = data["wait_share"]
     waiting = f", waiting for data {formatting.percent(waited)}" if waited is not None else ""
-    return formatting.throughput(data["samples_per_s"]) + waiting
+    mfu = f", MFU {formatting.percent(data['mfu'])}" if data["mfu"] is not None else ""
+    return formatting.throughput(data["samples_per_s"]) + mfu + waiting

@@ -395,7 +395,7 @@ _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _FORMAT = 2  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
-_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed")
+_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers")
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -430,6 +430,7 @@ class RunSummary:
         judged: the newest comparison of students with their teachers; None where there is none.
         formed: whether the current session had a rendezvous.
         cause: the first failure since the newest rendezvous.
+        workers: at the newest rendezvous, without servers.
         told: the newest step of the newest `Steps` event; 0 for none.
         steps_lost: completed steps that had to be repeated.
         last_s: time of the newest event, in seconds since the epoch.
@@ -458,7 +459,7 @@ class RunSummary:
         self.traces: dict[str, TraceWritten] = {}
         self.formed = False
         self.cause: Failed | None = None
-        self.step = self.told = self.steps_lost = 0
+        self.step = self.told = self.steps_lost = self.workers = 0
         self.last_s = 0.0
 
     def add(self, event: Event) -> None:
@@ -553,7 +554,7 @@ class RunSummary:
             if event.source == "checkpoint" or event.step:
                 self.resumes.append(event)
         self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
-        self.nodes = event.nodes
+        self.nodes, self.workers = event.nodes, event.workers
 
     def _add_steps(self, event: Steps) -> None:
         self.waiting = None
@@ -645,7 +646,7 @@ class RunSummary:
         for name in _SINGLE:
             setattr(found, name, from_json(facts[name]) if facts[name] else None)
         for name in _NUMBERS:
-            setattr(found, name, facts[name])
+            setattr(found, name, facts.get(name, 0) if name == "workers" else facts[name])
         return found
 
 

@@ -174,6 +174,8 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
                 note=f"{formatting.percent(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
+    if math.isfinite(history.mfu):
+        found.append(_KeyFigure("MFU", formatting.percent(history.mfu), "of the accelerators' peak by data sheet"))
     sessions = formatting.count(len(summary.time.sessions), "session")
     found.append(_KeyFigure("duration", formatting.duration(history.totals.wall_s), sessions))
     found.append(_KeyFigure("goodput", formatting.percent(history.totals.goodput), "of the time: steps that count"))
