@@ -286,6 +286,16 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryMeasured(Event):
+    """Peak memory of the devices of some ranks, as parallel lists; reserved is 0 where the framework does not tell."""
+
+    step: int = 0
+    ranks: list[int] = field(default_factory=list)
+    allocated_bytes: list[int] = field(default_factory=list)
+    reserved_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stale(Event):
     """Staleness of updates since the last such event: `topology.StalenessCounts`, with counts as pairs."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from trainwright.core.data import PrefetchDepth
+from trainwright.core.data import PeakMemory, PrefetchDepth
 from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.events import Evaluated, Event, Failed
 from trainwright.core.plan import Plan
@@ -252,6 +252,7 @@ class Segment:
     passed: int = 0  # steps without an update because the loss was not finite, as last reported
     overflowed: int = 0  # steps without an update because the gradient was too large for `fp16`, as last reported
     prefetch: PrefetchDepth | None = None  # how far the ranks read ahead, as last reported
+    memory: Mapping[int, PeakMemory] = field(default_factory=dict)  # peaks by rank, as last told
     advised: bool = False  # whether the user was told that the batch is too large
     deadline_s: float = math.inf  # when the time of the run is over; infinite without a limit
     time_is_over: bool = False  # whether the run ends for that

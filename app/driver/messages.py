@@ -34,6 +34,7 @@ from trainwright.core.data import (
     FeedAssignment,
     MetricSums,
     NoiseScale,
+    PeakMemory,
     PhaseTimes,
     PrefetchDepth,
     StepReport,
@@ -137,6 +138,7 @@ class SegmentReport:
     sampled: int = 0  # steps whose gradients were sampled for the noise scale
     noise: NoiseScale | None = None  # the gradient noise scale; None while it is not reliable
     staleness: StalenessCounts | None = None  # of applied updates; from rank 0 if workers step independently
+    memory: PeakMemory | None = None  # of its device; None on a CPU
     traced: range | None = None  # steps of a finished recording, which `trace` writes
     untraced: str = ""  # why chosen steps were not recorded
 

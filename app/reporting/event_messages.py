@@ -21,6 +21,7 @@ from trainwright.core.events import (
     Leaving,
     Measured,
     MediaLogged,
+    MemoryMeasured,
     Noted,
     Placed,
     Prefetched,
@@ -38,6 +39,9 @@ from trainwright.core.events import (
     TraceWritten,
     Waiting,
 )
+from trainwright.core.plan import Plan
+from trainwright.reporting.device_memory import memory_text
+from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
 
@@ -94,6 +98,8 @@ class EventFormatter:
         self._verbose = verbose
         self._start = RunStarted()
         self._utilization = UtilizationMeter()
+        self._plan: Plan | None = None
+        self._told_memory = 0
         self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
         self._formed = self._told_waiting = self._told_noise = False
@@ -126,6 +132,8 @@ class EventFormatter:
     def tell(self, event: Event) -> list[OutputLine]:
         """Return the lines to show for an event; none for most events."""
         self._utilization.on(event)
+        if isinstance(event, RunStarted | Replanned | Probed):
+            self._plan, self._told_memory = plan_from(event.plan), 0
         match event:
             case RunStarted():
                 return self._tell_start(event)
@@ -137,6 +145,8 @@ class EventFormatter:
                 return self._count(event)
             case Measured():
                 return self._tell_measured(event)
+            case MemoryMeasured():
+                return self._tell_memory(event)
             case TraceWritten() if not self._verbose:
                 return self._tell_traces(event)
             case Failed():
@@ -205,6 +215,14 @@ class EventFormatter:
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
         return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
+
+    def _tell_memory(self, event: MemoryMeasured) -> list[OutputLine]:
+        """Show the fullest device under each plan once, and again when it has grown by a tenth."""
+        most = max(event.allocated_bytes, default=0)
+        if most <= 1.1 * self._told_memory and not self._verbose:
+            return []
+        self._told_memory = most
+        return [OutputLine(text=memory_text(self._plan, event))]
 
     def _tell_traces(self, event: TraceWritten) -> list[OutputLine]:
         """Show the first trace of some steps, for those of all ranks."""
@@ -310,7 +328,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return _resized_line(event)
         case Replanned():
             return OutputLine(text=event.text, tone="warning" if event.why else "good")
-        case Probed() | Joined():
+        case Probed() | Joined() | Judged():
             return OutputLine(text=event.text, tone="good")
         case Formed():
             begins = event.source == "initial" and event.step == 0
@@ -332,6 +350,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return OutputLine(text=prefetch_text(event))
         case Measured():
             return OutputLine(text=_step_phases_text(event))
+        case MemoryMeasured():
+            return OutputLine(text=memory_text(None, event))
         case Stale():
             return OutputLine(text=f"staleness: {staleness_text(staleness_of([event])) or 'nothing was pushed'}")
         case Failed():
@@ -344,8 +364,6 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return OutputLine(text=f"step {event.step:,}: {'image' if event.width else 'text'} {event.name!r} logged")
         case Noted():
             return OutputLine(text=f"note: {event.text}", tone="warning")
-        case Judged():
-            return OutputLine(text=event.text, tone="good")
         case RunEnded():
             return _end_line(event, RunStarted())
     return OutputLine(text=event.kind)

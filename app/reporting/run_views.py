@@ -12,7 +12,8 @@ dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_byte
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
 {step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
-`reporting.scorecard.Scorecard`, waiting, traces: [{rank, node, first, last, path, size_bytes}], notes, report,
+`reporting.scorecard.Scorecard`, waiting, memory: [{rank,
+predicted_bytes, used_bytes, reserved_bytes}], traces: [{rank, node, first, last, path, size_bytes}], notes, report,
 changed_s}.
 
 `log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
@@ -39,8 +40,10 @@ from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
 from trainwright.core.events import Event, RunStarted, TraceWritten
 from trainwright.core.metric_goals import best_text
+from trainwright.reporting.device_memory import RankMemory, rank_memory
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
 from trainwright.reporting.plan_view import (
+    SHOWN_ROWS,
     MeshTable,
     facts_table,
     mesh_table,
@@ -246,6 +249,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "staleness": _staleness(history),
         "judged": _plain(summary.judged.verdict) if summary.judged else None,
         "waiting": waiting_text(summary.waiting) if summary.waiting and history.state == "running" else "",
+        "memory": [asdict(each) for each in rank_memory(plan, summary.memory)],
         "traces": [_trace(trace) for trace in summary.traces.values()],
         "notes": [note.text for note in summary.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
@@ -377,6 +381,7 @@ def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[st
             [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
         ),
         ("Failures and recoveries", [f"{formatting.timestamp(time_s)}  {text}" for time_s, text in sorted(incidents)]),
+        ("Peak memory of devices", [RankMemory(**each).text for each in data["memory"][:SHOWN_ROWS]]),
         ("Traces of steps", [*(trace.text for trace in traces), *dict.fromkeys(trace.viewer for trace in traces)]),
         ("Notes", data["notes"]),
         ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),

@@ -29,6 +29,7 @@ from trainwright.core.events import (
     Kept,
     Leaving,
     Measured,
+    MemoryMeasured,
     Noted,
     Placed,
     Prefetched,
@@ -393,7 +394,7 @@ RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _FORMAT = 2  # of stored facts; increased where the same events give another summary
-_SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
+_SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
 _NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers")
 
@@ -426,6 +427,7 @@ class RunSummary:
         measured: measured steps of the newest plan, in order of time.
         waiting: what the run waits for now; None while it steps.
         stale: staleness of the updates of asynchronous workers, in order of steps.
+        memory: the newest peaks of memory of the newest plan; None where no device reported one.
         traces: written traces of steps, by path.
         judged: the newest comparison of students with their teachers; None where there is none.
         formed: whether the current session had a rendezvous.
@@ -456,6 +458,7 @@ class RunSummary:
         self.end: RunEnded | None = None
         self.stale: list[Stale] = []
         self.judged: Judged | None = None
+        self.memory: MemoryMeasured | None = None
         self.traces: dict[str, TraceWritten] = {}
         self.formed = False
         self.cause: Failed | None = None
@@ -505,6 +508,8 @@ class RunSummary:
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
+            case MemoryMeasured():
+                self.memory = event
             case TraceWritten():
                 self.traces[event.path] = event
             case Judged():
@@ -521,6 +526,7 @@ class RunSummary:
         self.time.start_s = self.time.start_up_s(formed=self.formed)
         if event.plan != self.start.plan:
             self.measured.clear()
+            self.memory = None
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
         self.time.sessions.append(_DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
@@ -537,6 +543,7 @@ class RunSummary:
             rejected = [{"plan": row["name"], "reason": event.told(row)} for row in others] + left
         self.start = replace(self.start, plan=event.plan, rejected=rejected)
         self.measured.clear()
+        self.memory = None
 
     def _formed(self, event: Formed) -> None:
         lost, seconds = self.steps.cut(event.step)
@@ -631,11 +638,12 @@ class RunSummary:
         """Rebuild a summary from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
         if facts["format"] != _FORMAT:
             raise ValueError("another format version")
+        facts = {"workers": 0, "memory": None, "traces": (), **facts}  # that older versions did not store
         found = cls()
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
         found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
-        found.traces = {event.path: event for event in _events(facts.get("traces", ()), TraceWritten)}
+        found.traces = {event.path: event for event in _events(facts["traces"], TraceWritten)}
         found.time = _TimeAccount.of(facts)
         found.nodes = escape_control_characters(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:
@@ -646,7 +654,7 @@ class RunSummary:
         for name in _SINGLE:
             setattr(found, name, from_json(facts[name]) if facts[name] else None)
         for name in _NUMBERS:
-            setattr(found, name, facts.get(name, 0) if name == "workers" else facts[name])
+            setattr(found, name, facts[name])
         return found
 
 

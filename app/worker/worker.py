@@ -297,7 +297,7 @@ class Worker:
             overflowed=self._passing.overflowed, prefetch=self._feeds.prefetch,
             own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
             noise=self._meter.noise, staleness=self._staleness,
-            traced=traced, untraced=untraced,
+            memory=self._engine.peak_memory(), traced=traced, untraced=untraced,
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:

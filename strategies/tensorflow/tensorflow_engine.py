@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
 
-from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.plan import Plan
@@ -147,6 +147,12 @@ class TensorFlowEngine(ABC):
         self._program = self._evaluation = self._copier = None  # of a model before
         self._replica = self._guarded(lambda: self._made(spec, plan))
         return self._tag()
+
+    def peak_memory(self) -> PeakMemory | None:
+        """Return the most memory used of the fullest GPU of this process; None without one."""
+        own = range(len(tf.config.get_visible_devices("GPU")))  # logical devices can be those of other processes
+        peaks = [int(tf.config.experimental.get_memory_info(f"GPU:{number}")["peak"]) for number in own]
+        return PeakMemory(allocated_bytes=max(peaks)) if peaks else None
 
     def verify(self) -> None:
         """Do nothing: the strategy keeps its variables equal."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
-from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import JobError, PeerLost, TrainwrightError
 from trainwright.core.plan import Plan
@@ -71,6 +71,7 @@ class _ReplicaEngine:
             torch.set_num_threads(group.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         if self._replica is not None:
             self._replica.move(self._device)
         return self._tag()
@@ -243,6 +244,15 @@ class TorchEngine(_ReplicaEngine):
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
         self.replica.begin_evaluation()
         return evaluation.evaluated_model(self.replica, self._where)
+
+    def peak_memory(self) -> PeakMemory | None:
+        """Return the most memory of this rank's GPU used since `form`; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        return PeakMemory(
+            allocated_bytes=torch.cuda.max_memory_allocated(self._device),
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device),
+        )
 
     def prefetcher(self) -> Callable[[Feed], Feed] | None:
         """Return a function that copies a feed's batches to the GPU, for another thread; None on a CPU."""
