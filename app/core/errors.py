@@ -141,6 +141,10 @@ class UserCodeError(TrainwrightError):
     """The user's model, loss, optimizer, step, metric or transform raised; `detail` is its traceback."""
 
 
+class DeviceOutOfMemory(UserCodeError):
+    """The memory of a device is too small for the plan; each attempt under the same plan would end like this one."""
+
+
 class MissingFramework(UserCodeError):
     """The job needs a framework that is not installed."""
 

@@ -168,6 +168,7 @@ class CallFailure:
     kind: CallFailureKind
     error: TrainwrightError  # the original error, which can be pickled
     step: int = -1  # newest completed step that the process can report, for `run`; -1 if unknown
+    memory: PeakMemory | None = None  # of its device, where that is full
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trainwright.core.data import PeakMemory
 from trainwright.core.metric_goals import EarlyStop, goals_of
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.topology import Generation, RestartMode, Role, Topology, role_of
@@ -117,6 +118,9 @@ class FailureLimits:
     spike_limit: int = 0  # loss spikes after which the run goes back; 0 ends the run at the first
     pass_limit: int = 0  # batches that may be skipped because their step fails again and again
     probe_share: float | None = None  # share of the run time that plan trials may take; None for any
+    # what was predicted and used of a device that ran out of memory, and what to do, as texts: by plan (None for the
+    # plan of the run), rank and peak
+    explain_memory: Callable[[Plan | None, int, PeakMemory | None], tuple[str, str]] | None = None
     # replace workers whose part of a step takes this many times that of the others; None replaces none
     replace_stragglers: float | None = None
 

@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 
 from trainwright.core.errors import (
     DataError,
+    DeviceOutOfMemory,
     FencedError,
     JobError,
     NonFiniteLoss,
@@ -186,6 +187,8 @@ class WorkerCalls:
             return method() if argument is None else method(argument)
         except Exception as error:
             failure = _failure(error, self._where)
+        if isinstance(failure.error, DeviceOutOfMemory):
+            failure = replace(failure, memory=self._worker.peak_memory)
         if verb == "run":
             failure = replace(failure, step=self._worker.newest)
         if verb not in ("upload", "keep", "trace"):

@@ -30,6 +30,7 @@ from trainwright.core.data import (
     MetricSums,
     NoiseScale,
     NoiseScaleAverage,
+    PeakMemory,
     PhaseTimes,
     StepReport,
     zero_weight,
@@ -297,7 +298,7 @@ class Worker:
             overflowed=self._passing.overflowed, prefetch=self._feeds.prefetch,
             own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
             noise=self._meter.noise, staleness=self._staleness,
-            memory=self._engine.peak_memory(), traced=traced, untraced=untraced,
+            memory=self.peak_memory, traced=traced, untraced=untraced,
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:
@@ -417,6 +418,11 @@ class Worker:
 
     def _interrupt(self) -> None:
         self._engine.interrupt(_INTERRUPT_DEADLINE_S)
+
+    @property
+    def peak_memory(self) -> PeakMemory | None:
+        """The most memory of its device used so far; None on a CPU."""
+        return self._engine.peak_memory()
 
     @property
     def held(self) -> tuple[Plan | None, int]:

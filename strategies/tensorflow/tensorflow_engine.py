@@ -260,9 +260,11 @@ class TensorFlowEngine(ABC):
         try:
             return work()
         except Exception as error:
-            failure = (
-                peer_lost_error(error, self._where) if TensorFlowUserCode.lost_peer(error) else _original_error(error)
-            )
+            failure = _original_error(error)
+            if TensorFlowUserCode.lost_peer(error):
+                failure = peer_lost_error(error, self._where)
+            elif failure is None and TensorFlowUserCode.is_out_of_memory(error):
+                failure = TensorFlowUserCode("a step", self._where).meaning(error)
             if failure is None or failure is error:
                 raise
         raise failure

@@ -196,9 +196,12 @@ class _ReplicaEngine:
                 failure = peer_lost_error(error, self._where)
                 clear_frames(error)
         except RuntimeError as error:
-            if not (self._aborted() or TorchUserCode.lost_peer(error)):
+            if self._aborted() or TorchUserCode.lost_peer(error):
+                failure = peer_lost_error(error, self._where)
+            elif TorchUserCode.is_out_of_memory(error):  # outside of the user's functions, in a reduction for instance
+                failure = TorchUserCode("a step", self._where).meaning(error)
+            else:
                 raise
-            failure = peer_lost_error(error, self._where)
             clear_frames(error)
         clear_frames(failure)
         raise failure
