@@ -25,6 +25,10 @@ Strategy = Annotated[
     str | None, typer.Option(help="Use this strategy, such as data_parallel; by default the planner's.")
 ]
 Workers = Annotated[int | None, typer.Option(help="Use this number of workers; by default the planner's.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(metavar="START:STOP", help="Trace these steps with the profiler: 20:25 is steps 20 to 24."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint although the job changed.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start this run again from step 0, without its checkpoints.")]
 Storage = Annotated[str, typer.Option(help="Where the runs are stored: a folder or a URI.")]
@@ -56,8 +60,9 @@ def write_file(path: str | Path, text: str, option: str) -> None:
         raise ResourceError(what, where=option, remedy="name a file in an existing folder") from error
 
 
-def with_pins(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
-    """Return all overrides, with those of --strategy and --workers at the end."""
-    pinned = [f"strategy={strategy}"] if strategy is not None else []
-    pinned += [f"workers={workers}"] if workers is not None else []
-    return [*(overrides or []), *pinned]
+def with_pins(
+    overrides: list[str] | None, strategy: str | None, workers: int | None, profile: str | None = None
+) -> list[str]:
+    """Return all overrides, with those of --strategy, --workers and --profile at the end."""
+    options = {"strategy": strategy, "workers": workers, "profile": profile}
+    return [*(overrides or []), *(f"{name}={value}" for name, value in options.items() if value is not None)]

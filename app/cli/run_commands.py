@@ -17,6 +17,7 @@ from trainwright.cli.options import (
     Fresh,
     JobFile,
     Overrides,
+    Profile,
     Resume,
     Strategy,
     Verbose,
@@ -62,6 +63,7 @@ def fit(
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
+    profile: Profile = None,
     resume: Resume = False,
     fresh: Fresh = False,
     detach: Annotated[
@@ -73,11 +75,11 @@ def fit(
     from trainwright import api
 
     if detach:
-        job = _job(file, overrides, strategy, workers)
+        job = _job(file, overrides, strategy, workers, profile)
         api.start(job, resume=resume, fresh=fresh, verbose=verbose, detached=True)
         print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
         return
-    run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
+    run = api.fit(_job(file, overrides, strategy, workers, profile), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
     from trainwright.runtime.run_handle import loading_code
@@ -95,6 +97,7 @@ def distill(
     ] = None,
     strategy: Strategy = None,
     workers: Workers = None,
+    profile: Profile = None,
     resume: Resume = False,
     fresh: Fresh = False,
     verbose: Verbose = False,
@@ -105,7 +108,7 @@ def distill(
     from trainwright.distillation.trained_student import student_loading_code
     from trainwright.planning.job_file import load_distillation
 
-    found = load_distillation(file, with_pins(overrides, strategy, workers))
+    found = load_distillation(file, with_pins(overrides, strategy, workers, profile))
     done: Any = api.distill(found, resume=resume, fresh=fresh, verbose=verbose)
     if getattr(done, "state", "done") == "stopped":
         raise typer.Exit(128 + (done.signal or signal.SIGINT))
@@ -215,6 +218,7 @@ def submit(
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
+    profile: Profile = None,
     resume: Resume = False,
     fresh: Fresh = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Submit the job and return at once.")] = False,
@@ -242,7 +246,7 @@ def submit(
     flags = {"--resume": resume, "--fresh": fresh, "--verbose": verbose}
     options = SubmitOptions(
         file=file,
-        overrides=tuple(with_pins(overrides, strategy, workers)),
+        overrides=tuple(with_pins(overrides, strategy, workers, profile)),
         fit_options=tuple(name for name, on in flags.items() if on),
         env=tuple(env or ()),
         credentials=not no_credentials,
@@ -318,10 +322,12 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
+def _job(
+    file: str, overrides: list[str] | None, strategy: str | None, workers: int | None, profile: str | None = None
+) -> Any:
     from trainwright.planning.job_file import load_job
 
-    return load_job(file, with_pins(overrides, strategy, workers))
+    return load_job(file, with_pins(overrides, strategy, workers, profile))
 
 
 def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any:

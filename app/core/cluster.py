@@ -43,6 +43,7 @@ class Accelerator:
     spot_price: float | None = None  # the same for preemptible machines
     price_source: str = ""  # where and when the prices were
     source: str = ""  # of the other figures
+    data_sheet: bool = False  # the peak rates are those of its manufacturer
     aliases: tuple[str, ...] = field(default=())  # other names, such as Ray's `accelerator_type` or the driver's name
     resource: str = "GPU"  # Ray's resource name
 
@@ -94,6 +95,7 @@ def _nvidia(
         spot_price=price[1] / node if price else None,
         price_source=f"AWS us-east-1, {_CATALOGUE}" if price else "",
         source=f"NVIDIA {name} data sheet",
+        data_sheet=True,
         aliases=aliases,
     )
 
@@ -119,6 +121,7 @@ def _tpu(
         spot_price=price[1] / 4,
         price_source=f"Google Cloud us-central, {_CATALOGUE}",
         source="Google Cloud TPU system architecture; fp32 as two passes of bf16",
+        data_sheet=True,
         aliases=aliases,
         resource="TPU",
     )

@@ -156,6 +156,14 @@ class PrefetchDepth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """The most memory that a rank has used of its device so far, under its plan."""
+
+    allocated_bytes: int  # by tensors
+    reserved_bytes: int = 0  # by the framework; 0 where it does not tell
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeedAssignment:
     """Which data ranks a worker is fed, from `plan.feed_of(rank)`."""
 

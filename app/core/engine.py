@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, StepReport
+from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
 from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.plan import Plan
@@ -497,6 +497,9 @@ class Engine(Protocol):
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""
+
+    def peak_memory(self) -> PeakMemory | None:
+        """Return the most memory of this rank's device used since `form`; None on a CPU."""
 
     def verify(self) -> None:
         """Raise JobError on every rank where replicas differ. Every rank calls it between two steps.

@@ -145,6 +145,10 @@ class DeviceError(TrainwrightError):
     """An accelerator failed, so that its process cannot use it any more; another process takes the rank."""
 
 
+class DeviceOutOfMemory(UserCodeError):
+    """The memory of a device is too small for the plan; each attempt under the same plan would end like this one."""
+
+
 class MissingFramework(UserCodeError):
     """The job needs a framework that is not installed."""
 

@@ -286,6 +286,16 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryMeasured(Event):
+    """Peak memory of the devices of some ranks, as parallel lists; reserved is 0 where the framework does not tell."""
+
+    step: int = 0
+    ranks: list[int] = field(default_factory=list)
+    allocated_bytes: list[int] = field(default_factory=list)
+    reserved_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stale(Event):
     """Staleness of updates since the last such event: `topology.StalenessCounts`, with counts as pairs."""
 
@@ -325,6 +335,41 @@ class Kept(Event):
     nodes: list[str] = field(default_factory=list)
     blocked_s: float = 0.0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceWritten(Event):
+    """A rank's trace of the steps `first` to `last` is in the store, at a path within the run."""
+
+    rank: int = 0
+    node: str = ""
+    first: int = 0
+    last: int = 0
+    path: str = ""
+    size_bytes: int = 0
+
+    @property
+    def steps(self) -> str:
+        """`steps 20 to 24`."""
+        return f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
+
+    @property
+    def text(self) -> str:
+        """`trace of rank 0 (node-a): steps 20 to 24, profile/steps-20-24/rank-0.trace.json.gz (1.2 MiB)`."""
+        place = f" ({self.node})" if self.node else ""
+        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({self.size_bytes / 2**20:.2g} MiB)"
+
+    @property
+    def folder(self) -> str:
+        """The folder within the run that has the traces of all ranks."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def viewer(self) -> str:
+        """What opens it."""
+        if self.path.endswith(".json.gz"):
+            return "open one in https://ui.perfetto.dev, or in chrome://tracing"
+        return f"open them with: tensorboard --logdir {self.path.partition('/')[0]} (with the package xprof)"
 
 
 @dataclass(frozen=True, kw_only=True)

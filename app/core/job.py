@@ -30,7 +30,7 @@ from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
 from trainwright.core.plan import SUMMED_BY, Plan, single_device_spec
-from trainwright.core.strict_model import StrictModel, as_dataset, data_problem, function_problem, parse_duration
+from trainwright.core.strict_model import Duration, StepRange, StrictModel, as_dataset, data_problem, function_problem
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.core.weight_average import WeightAverage
 
@@ -135,6 +135,8 @@ class Training(_OptionGroup):
         local_state: names or patterns, such as `*.hidden`, of buffers of a torch model that each worker keeps as its
             own, saved and restored by rank. When a worker is lost, all workers return to the last copy of the state in
             memory (`keeper_s`) or storage. The number of workers cannot change.
+        profile: steps that are traced by the framework's profiler, such as `20:25` for steps 20 to 24: one file of each
+            worker in `profile/` of the run. The results stay the same, bit by bit. See `docs/watching.md`.
     """
 
     step: Callable[[Any, Any], Any] | None = None
@@ -152,6 +154,7 @@ class Training(_OptionGroup):
     batch_norm: Literal["local", "sync"] = "local"
     inexact: ColumnNames = ()
     local_state: str | ColumnNames = ()
+    profile: StepRange | None = None
 
     @field_validator("inexact", mode="before")
     @classmethod
@@ -308,13 +311,7 @@ class Checkpointing(_OptionGroup):
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
     best: str | None = None
     early_stop: EarlyStop | None = None
-    max_time: Annotated[float, Field(gt=0)] | None = None
-
-    @field_validator("max_time", mode="before")
-    @classmethod
-    def _seconds(cls, given: Any) -> Any:
-        """Convert a text such as `2h30m` to seconds."""
-        return parse_duration(given) if isinstance(given, str) else given
+    max_time: Duration | None = None
 
     @property
     def goals(self) -> dict[str, str]:
@@ -382,7 +379,7 @@ FIELD_ORDER: ColumnNames = (
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
     "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights", "cross_device_ops",
-    "communication", "bytes_per_pack", "delivery",
+    "communication", "bytes_per_pack", "delivery", "profile",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 

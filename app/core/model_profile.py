@@ -127,6 +127,18 @@ class ModelProfile:
         return sum(layer.flops for layer in self.layers)
 
     @property
+    def training_flops(self) -> float:
+        """Operations of forward and backward for one sample: backward has two products for one of forward.
+
+        Frozen layers need no gradient of their parameters, and those before the first trained one need no backward.
+        """
+        found, trained = 0.0, False
+        for layer in self.layers:
+            trained = trained or layer.trained
+            found += layer.flops * (3 if layer.trained else 2 if trained else 1)
+        return found
+
+    @property
     def most_stages(self) -> int:
         """Number of layers that can be pipeline stages: in training, the trained ones."""
         return sum(layer.trained or not self.trains for layer in self.layers)

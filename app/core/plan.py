@@ -87,6 +87,9 @@ class Estimate:
         device_memory_bytes: of one device; 0 where unknown.
         factors: by which the same loss takes longer, by name: `staleness` and `local_steps` (more steps), `preemptions`
             (lost time). Models, not verified.
+        sample_flops: operations of the model for one sample, forward and backward, without recomputation; 0 where its
+            operations are not known.
+        peak_flops_per_s: of one device in the plan's precision, by its data sheet; 0 without one.
     """
 
     step_s: float
@@ -96,6 +99,8 @@ class Estimate:
     stage_memory_bytes: tuple[int, ...]
     device_memory_bytes: int = 0
     factors: Mapping[str, float] = field(default_factory=dict)
+    sample_flops: float = 0.0
+    peak_flops_per_s: float = 0.0
 
     @property
     def target_s(self) -> float:

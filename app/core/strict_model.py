@@ -10,9 +10,9 @@ import importlib
 import re
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from trainwright.core.engine import takes_optimizer, unset_parameters
 from trainwright.core.errors import DataError, JobError, nearest
@@ -76,12 +76,42 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
     return problems + [f"{field}: {said}" for field, said in wrong.items()]
 
 
-def parse_duration(text: str) -> float:
-    """Return the seconds of a text such as `2h30m`. Raises ValueError."""
-    parts = _DURATION.fullmatch(text.replace(" ", ""))
+def _parse_duration(given: Any) -> Any:
+    """Return the seconds of a text such as `2h30m`; other values as they are. Raises ValueError."""
+    if not isinstance(given, str):
+        return given
+    parts = _DURATION.fullmatch(given.replace(" ", ""))
     if parts is None or not any(parts.groups()):
         raise ValueError("give seconds, or a text such as 2h30m")
     return sum(float(number) * unit for number, unit in zip(parts.groups(default="0"), _UNITS_S, strict=True))
+
+
+Duration = Annotated[float, Field(gt=0), BeforeValidator(_parse_duration)]
+"""Field type of seconds, which a text such as `2h30m` can give."""
+
+_STEPS = re.compile(r"(\d+)(?::(\d+))?")
+_MOST_STEPS = 100  # a recording is held in memory until its last step
+
+
+def _parse_steps(given: Any) -> range:
+    """Return the steps of `20:25` (20 to 24, as in a slice), of `20`, or of a range. Raises ValueError."""
+    parts = _STEPS.fullmatch(str(given).replace(" ", "")) if isinstance(given, str | int) else None
+    if isinstance(given, range) and given.step == 1:
+        steps = given
+    elif parts is not None:
+        start = int(parts[1])
+        steps = range(start, int(parts[2]) if parts[2] else start + 1)
+    else:
+        raise ValueError("give steps as START:STOP, such as 20:25 for steps 20 to 24, or one step, such as 20")
+    if steps.start < 1 or not steps:
+        raise ValueError("steps are numbered from 1, and STOP is not included: 20:25 is steps 20 to 24")
+    if len(steps) > _MOST_STEPS:
+        raise ValueError(f"give {_MOST_STEPS} steps at most: a trace of all their operations is held in memory")
+    return steps
+
+
+StepRange = Annotated[InstanceOf[range], BeforeValidator(_parse_steps)]
+"""Field type of a range of steps, from 1."""
 
 
 # --- Misplaced objects ------------------------------------------------------------------------------------------------

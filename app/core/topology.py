@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from trainwright.core.data import StepReport
 from trainwright.core.errors import PlanError
@@ -33,6 +35,33 @@ class Generation:
         return f"{self.token}.{self.number}"
 
 
+class TraceRecorder(Protocol):
+    """A framework's profiler, for one recording. Methods are called on the thread of steps, but `save`.
+
+    Attributes:
+        suffix: end of the name of a file.
+        folder: folder of the files within the run.
+    """
+
+    suffix: ClassVar[str]
+    folder: ClassVar[str]
+
+    def start(self) -> None:
+        """Start to record. Raises ResourceError where the framework cannot."""
+
+    def step(self, number: int) -> AbstractContextManager[object]:
+        """Return the context of a step, by whose number viewers know it."""
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context whose operations get a name."""
+
+    def stop(self) -> None:
+        """End the recording."""
+
+    def save(self, path: Path) -> None:
+        """Write the recording to a file, on any thread."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What an engine can do. The core decides by capabilities, never by a strategy's name."""
@@ -54,6 +83,7 @@ class Capabilities:
     custom_steps: bool = False  # a step may have several optimizers, or one that takes a closure
     # it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`
     decodes: bool = False
+    tracer: Callable[[], TraceRecorder] | None = None  # makes what records steps for `profile=`; None for nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -468,6 +468,8 @@ def next_milestone(settings: RunPolicy, step: int) -> int:
     if settings.length.evaluate_steps is not None:
         intervals.append(settings.length.evaluate_steps)
     due = min(step - step % every + every for every in intervals)
+    if settings.length.profile and step < settings.length.profile[-1]:
+        due = min(due, settings.length.profile[-1])
     return min(settings.length.total_steps, -(-due // settings.length.stride) * settings.length.stride)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from trainwright.core.data import PrefetchDepth
+from trainwright.core.data import PeakMemory, PrefetchDepth
 from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.events import Evaluated, Event, Failed
 from trainwright.core.plan import Plan
@@ -252,6 +252,7 @@ class Segment:
     passed: int = 0  # steps without an update because the loss was not finite, as last reported
     overflowed: int = 0  # steps without an update because the gradient was too large for `fp16`, as last reported
     prefetch: PrefetchDepth | None = None  # how far the ranks read ahead, as last reported
+    memory: Mapping[int, PeakMemory] = field(default_factory=dict)  # peaks by rank, as last told
     advised: bool = False  # whether the user was told that the batch is too large
     deadline_s: float = math.inf  # when the time of the run is over; infinite without a limit
     time_is_over: bool = False  # whether the run ends for that
@@ -314,6 +315,14 @@ class MemoryCheckpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTraces:
+    """Traces of chosen steps."""
+
+    tracing: PersistentMap[int] = field(default_factory=PersistentMap)  # rank by worker that is writing its trace
+    restored: bool = False  # whether the ranks had a state before
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shutdown:
     """The end of the run."""
 
@@ -347,6 +356,7 @@ class DriverState:
     recovery: FailureRecord = field(default_factory=FailureRecord)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)  # checkpoints in the run store
     memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)  # copies of the state in the nodes' memory
+    traces: StepTraces = field(default_factory=StepTraces)  # traces of chosen steps
     shutdown: Shutdown = field(default_factory=Shutdown)  # the end of the run
 
     @classmethod
@@ -450,6 +460,7 @@ _PARTS: Mapping[str, type] = {
     "recovery": FailureRecord,
     "checkpoints": Checkpoints,
     "memory": MemoryCheckpoints,
+    "traces": StepTraces,
     "shutdown": Shutdown,
 }
 _PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if each.name not in _PARTS} | {
@@ -562,7 +573,7 @@ class Transition:
         self.change(stopping=True)
 
     def end_run(self, outcome: RunOutcome, error: Exception | None = None) -> None:
-        """Decide the outcome. From now on, answers of workers are ignored, except to uploads."""
+        """Decide the outcome. From now on, answers of workers are ignored, except to uploads and traces."""
         self.disarm()
         self.enter(Phase.CLOSING, outcome=outcome, error=error)
         self.await_workers(())

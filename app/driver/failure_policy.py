@@ -14,6 +14,7 @@ import math
 from dataclasses import replace
 from statistics import median
 
+from trainwright.core.data import PeakMemory
 from trainwright.core.errors import HangError, LossSpike, TrainwrightError, WorkerLost
 from trainwright.core.events import Failed, Noted, Stacks
 from trainwright.core.job import CRASH_LOOP_FAILURES
@@ -175,6 +176,18 @@ def _final_error(state: DriverState, text: str) -> Exception:
     assert isinstance(error, TrainwrightError), "all other errors were returned"
     remedy = _TRACEBACK_REMEDY if code else error.remedy
     return type(error)(f"{error.what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
+
+
+def explain_out_of_memory(
+    state: DriverState, worker: int, error: TrainwrightError, memory: PeakMemory | None
+) -> TrainwrightError:
+    """Return the error with what the plan predicted, what was used, and the plans that need less memory."""
+    explain, rank = state.settings.limits.explain_memory, state.membership.rank_of[worker]
+    if explain is None:
+        return error
+    figures, remedy = explain(state.membership.plan, rank, memory)
+    what = f"{error.what}; {figures}" if figures else error.what
+    return type(error)(what, where=error.where, remedy=remedy or error.remedy, detail=error.detail)
 
 
 def backoff_s(failures: int) -> float:

@@ -19,6 +19,7 @@ from trainwright.core.errors import ResourceError
 from trainwright.core.events import Noted, Placed, Promoted, Replanned, Resized, Waiting
 from trainwright.core.plan import Plan, assign_slots
 from trainwright.driver import messages as m
+from trainwright.driver import step_traces
 from trainwright.driver.checkpointing import drop_memory_copy_workers, drop_upload_workers
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, StandbyWorker, Transition
 from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
@@ -56,6 +57,7 @@ def drop_workers(turn: Transition, workers: Set[int]) -> None:
     turn.no_longer_await(workers)
     drop_upload_workers(turn, frozenset(workers))
     drop_memory_copy_workers(turn, frozenset(workers))
+    step_traces.drop_workers(turn, frozenset(workers), "its process ended before the trace was written")
 
 
 def drop_all_workers(turn: Transition) -> None:

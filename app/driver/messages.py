@@ -13,6 +13,7 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 | snapshot   | SnapshotRequest     | SnapshotTaken            | steps  |
 | upload     | checkpoint path     | CheckpointFile, ...      | upload |
 | keep       | MemoryCopyRequest   | MemoryCopyTaken          | keep   |
+| trace      | rank: int           | StoredTrace              | keep   |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |
@@ -33,6 +34,7 @@ from trainwright.core.data import (
     FeedAssignment,
     MetricSums,
     NoiseScale,
+    PeakMemory,
     PhaseTimes,
     PrefetchDepth,
     StepReport,
@@ -44,7 +46,8 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTransfer
 
 Verb = Literal[
-    "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
+    "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "trace", "stop", "interrupt",
+    "leave",
 ]  # fmt: skip
 CallFailureKind = Literal["user", "peer", "data", "storage", "internal"]
 RunOutcome = Literal["done", "stopped", "failed"]
@@ -145,6 +148,9 @@ class SegmentReport:
     sampled: int = 0  # steps whose gradients were sampled for the noise scale
     noise: NoiseScale | None = None  # the gradient noise scale; None while it is not reliable
     staleness: StalenessCounts | None = None  # of applied updates; from rank 0 if workers step independently
+    memory: PeakMemory | None = None  # of its device; None on a CPU
+    traced: range | None = None  # steps of a finished recording, which `trace` writes
+    untraced: str = ""  # why chosen steps were not recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +163,22 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredTrace:
+    """The trace of a rank in the store, at a path within the run."""
+
+    steps: range
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallFailure:
     """Why a call raised."""
 
     kind: CallFailureKind
     error: TrainwrightError  # the original error, which can be pickled
     step: int = -1  # newest completed step that the process can report, for `run`; -1 if unknown
+    memory: PeakMemory | None = None  # of its device, where that is full
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import replace
 from trainwright.core.errors import (
     CheckpointError,
     DamagedCheckpoint,
+    DeviceOutOfMemory,
     HangError,
     JobError,
     PeerLost,
@@ -63,6 +64,9 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     failed = failed_event(state, worker, state.membership.rank_of[worker], headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
+    if isinstance(error, DeviceOutOfMemory):
+        error = failure_policy.explain_out_of_memory(state, worker, error, event.failure.memory)
+        cause = replace(cause, error=error)
     if state.trials is not None and kind in ("user", "data", "internal"):
         _reject_plan(turn, cause, kill=kind == "internal")
     elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):

@@ -15,7 +15,7 @@ from trainwright.core.errors import headline
 from trainwright.core.events import Formed, Noted, Replanned
 from trainwright.core.plan import Plan, ranks_by_node
 from trainwright.core.topology import Address, Generation, Peer, Role, StateAgreement, StateTag, StateTransfer
-from trainwright.driver import checkpointing, failure_policy, segments
+from trainwright.driver import checkpointing, failure_policy, segments, step_traces
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import piece_holders
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, Transition
@@ -185,6 +185,7 @@ def on_state_restored(turn: Transition) -> None:
     checkpointing.on_state_restored(turn, tags)
     segments.forget_evaluations_after(turn, heal.step)
     failure_policy.on_state_restored(turn, heal.step)
+    step_traces.on_state_restored(turn, heal.step)
 
 
 def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, rank: int) -> GroupMember:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trainwright.core.data import PeakMemory
 from trainwright.core.metric_goals import EarlyStop, goals_of
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.topology import Generation, RestartMode, Role, Topology, role_of
@@ -83,6 +84,7 @@ class RunLength:
     total_steps: int  # steps of the whole run
     steps_per_epoch: int  # steps of an epoch. A checkpoint is due at the end of each if `checkpoint_steps` is None.
     stride: int = 1  # steps that a worker takes between two exchanges; ranks stop at multiples of it
+    profile: range = range(0)  # steps (from 1) that the ranks trace; a segment ends with the last one
     evaluate_steps: int | None = None  # steps between evaluations, and one more at the end; None never evaluates
     # rows of the training set by step (from 1), rank, number of workers and plan, for error messages
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
@@ -116,6 +118,9 @@ class FailureLimits:
     spike_limit: int = 0  # loss spikes after which the run goes back; 0 ends the run at the first
     pass_limit: int = 0  # batches that may be skipped because their step fails again and again
     probe_share: float | None = None  # share of the run time that plan trials may take; None for any
+    # what was predicted and used of a device that ran out of memory, and what to do, as texts: by plan (None for the
+    # plan of the run), rank and peak
+    explain_memory: Callable[[Plan | None, int, PeakMemory | None], tuple[str, str]] | None = None
     # replace workers whose part of a step takes this many times that of the others; None replaces none
     replace_stragglers: float | None = None
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainwright.core.data import FeedAssignment, MetricSums, PrefetchDepth, slowest_phase_times
+from trainwright.core.data import FeedAssignment, MetricSums, PeakMemory, PrefetchDepth, slowest_phase_times
 from trainwright.core.errors import JobError, StorageError, StoreDown
-from trainwright.core.events import Evaluated, Measured, Noted, Prefetched, Stale, Waiting
+from trainwright.core.events import Evaluated, Measured, MemoryMeasured, Noted, Prefetched, Stale, Waiting
 from trainwright.core.metric_goals import check_goals
 from trainwright.driver import dynamic_members, failure_policy, preemption
 from trainwright.driver import messages as m
@@ -32,6 +32,7 @@ from trainwright.driver.messages import EvaluateRequest
 
 _LATE_S = 2.0  # for workers to finish their steps, before an evaluation that they compute
 _RETRY_MOST_S = 60.0
+_GROWN = 1.01  # of a peak of memory, to be told again
 
 
 def proceed(turn: Transition) -> None:
@@ -246,6 +247,28 @@ def on_segment_ended(turn: Transition) -> None:
     _emit_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
     _emit_measurements(turn, reports)
     _emit_staleness(turn, reports[0])
+    _emit_memory(turn, {rank: answers[rank].memory for rank in sorted(answers)})
+
+
+def _emit_memory(turn: Transition, found: Mapping[int, PeakMemory | None]) -> None:
+    """Report the peak memory of the ranks' devices, unless all are about as they were last told."""
+    peaks = {rank: peak for rank, peak in found.items() if peak is not None}
+    before = turn.state.segment.memory
+    grown = [
+        rank
+        for rank, peak in peaks.items()
+        if rank not in before or peak.allocated_bytes > _GROWN * before[rank].allocated_bytes
+    ]
+    if grown or peaks.keys() < before.keys():
+        turn.change(memory=peaks)
+        turn.emit(
+            MemoryMeasured(
+                step=turn.state.position.step,
+                ranks=[*peaks],
+                allocated_bytes=[peak.allocated_bytes for peak in peaks.values()],
+                reserved_bytes=[peak.reserved_bytes for peak in peaks.values()],
+            )
+        )
 
 
 def _emit_staleness(turn: Transition, report: m.SegmentReport) -> None:

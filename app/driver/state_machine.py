@@ -22,6 +22,7 @@ from trainwright.driver import (
     recovery,
     rendezvous,
     segments,
+    step_traces,
 )
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import RECOVERY_PHASES, STEADY_PHASES, DriverState, Phase, Transition
@@ -49,6 +50,7 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "pause": frozenset({Phase.RUNNING}),
     "notice": frozenset({Phase.RUNNING, Phase.WAITING}),
     "upload": frozenset({Phase.WAITING, Phase.CLOSING}),
+    "trace": frozenset({Phase.CLOSING}),
     "retry": frozenset({Phase.WAITING}),
     "backoff": frozenset({Phase.GATHERING}),
     "late": frozenset({Phase.RUNNING}),
@@ -66,6 +68,8 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
     (m.CallRaised, "upload"): _LIVING - {Phase.PROBING},
     (m.CallReturned, "keep"): _WORKING - {Phase.PROBING},
     (m.CallRaised, "keep"): _WORKING - {Phase.PROBING},
+    (m.CallReturned, "trace"): _LIVING - {Phase.PROBING},
+    (m.CallRaised, "trace"): _LIVING - {Phase.PROBING},
     (m.WorkerDied, ""): _LIVING | {Phase.RELEASING},
     (m.PreemptionNoticed, ""): _WORKING,
     (m.StepsCompleted, ""): _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
@@ -103,7 +107,10 @@ def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
 def event_kind(event: m.DriverEvent) -> EventKind:
     """Return the key of an event in `POSSIBLE_PHASES`."""
     match event:
-        case m.CallReturned(verb="upload" | "keep" | "interrupt") | m.CallRaised(verb="upload" | "keep"):
+        case (
+            m.CallReturned(verb="upload" | "keep" | "trace" | "interrupt")
+            | m.CallRaised(verb="upload" | "keep" | "trace")
+        ):
             return type(event), event.verb
         case m.TimerExpired(name=name):
             return type(event), name
@@ -140,6 +147,8 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
         case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
             keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
+        case m.CallReturned(verb="trace") | m.CallRaised(verb="trace"):
+            return step_traces.is_stale(state, event.worker)
         case m.CallReturned() | m.CallRaised():
             owing = event.worker in state.awaiting or event.worker in state.dynamic.apart
             return event.generation != state.epoch.generation or not owing or state.phase is Phase.CLOSING
@@ -171,10 +180,14 @@ def _on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
 
 
 def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
+    if event.verb == "run":
+        step_traces.on_run_returned(turn, event)
     if event.verb == "upload":
         checkpointing.on_upload_returned(turn, event)
     elif event.verb == "keep":
         checkpointing.on_memory_copy_returned(turn, event)
+    elif event.verb == "trace":
+        step_traces.on_trace_returned(turn, event)
     elif event.verb == "interrupt":
         failure_policy.on_stacks_returned(turn, event)
     elif turn.state.phase is Phase.GATHERING:
@@ -200,7 +213,9 @@ def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
 
 def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     closing = turn.state.phase is Phase.CLOSING
-    if event.verb == "upload" and (closing or event.failure.kind == "storage"):
+    if event.verb == "trace":
+        step_traces.on_trace_raised(turn, event)
+    elif event.verb == "upload" and (closing or event.failure.kind == "storage"):
         checkpointing.on_upload_raised(turn, event)
     elif event.verb == "keep" and event.failure.kind == "storage":
         checkpointing.on_memory_copy_refused(turn, event)
@@ -230,6 +245,8 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
             preemption.on_handover_deadline(turn)
         case "retry":
             checkpointing.take_snapshot(turn, "upload")
+        case "trace":
+            step_traces.on_end_deadline(turn)
         case "upload" if state.phase is Phase.CLOSING:
             checkpointing.abandon_upload(turn, f"not written within {settings.saving.upload_deadline_s:g} s")
         case "upload" if not state.ending:
@@ -254,7 +271,8 @@ def _advance(turn: Transition) -> None:
         turn.request_pause()
     if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
         rendezvous.begin_rendezvous(turn)
-    if turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None:
+    closing = turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None
+    if closing and not step_traces.delays_end(turn):
         _release_run(turn)
 
 
@@ -292,6 +310,7 @@ def _is_recovery_needless(state: DriverState) -> bool:
 
 def _release_run(turn: Transition) -> None:
     """Release the lease, once nothing is uploaded any more."""
+    turn.disarm("trace")
     turn.enter(Phase.RELEASING)
     outcome, error = _outcome(turn.state), turn.state.shutdown.error
     _emit_run_ended(turn, outcome, error)

@@ -28,7 +28,7 @@ _FREE = frozenset(
         "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
-        "tpu", "trackers", "code", "best", "early_stop", "max_time", *SUMMED_BY,
+        "tpu", "trackers", "code", "best", "early_stop", "max_time", "profile", *SUMMED_BY,
     }
 )  # fmt: skip
 _DATA = ", data "  # the text behind it identifies a data set's content, wherever it is stored

@@ -21,6 +21,7 @@ from trainwright.core.events import (
     Leaving,
     Measured,
     MediaLogged,
+    MemoryMeasured,
     Noted,
     Placed,
     Prefetched,
@@ -35,8 +36,13 @@ from trainwright.core.events import (
     Stale,
     Steps,
     Straggling,
+    TraceWritten,
     Waiting,
 )
+from trainwright.core.plan import Plan
+from trainwright.reporting.device_memory import memory_text
+from trainwright.reporting.plan_view import plan_from
+from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]
@@ -64,6 +70,7 @@ class ProgressFigures:
     samples_per_s: float = math.nan  # of the last steps
     # share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers
     wait_share: float = math.nan
+    mfu: float = math.nan  # model FLOPs utilization of the last steps, 0 to 1; NaN where it is not known
     left_s: float = math.nan  # remaining time at the rate of this session, with evaluations and checkpoints
     activity: str = ""  # what the run does instead of training steps; empty while it trains
 
@@ -75,6 +82,7 @@ class ProgressFigures:
             parts += (
                 [f"waiting for data {formatting.percent(self.wait_share)}"] if math.isfinite(self.wait_share) else []
             )
+            parts += [f"MFU {formatting.percent(self.mfu)}"] if math.isfinite(self.mfu) else []
             parts += [f"{formatting.clock_time(self.left_s)} left"]
         return ", ".join(parts + ([self.activity] if self.activity else []))
 
@@ -89,12 +97,15 @@ class EventFormatter:
     def __init__(self, *, verbose: bool = False) -> None:
         self._verbose = verbose
         self._start = RunStarted()
+        self._utilization = UtilizationMeter()
+        self._plan: Plan | None = None
+        self._told_memory = 0
         self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
         self._formed = self._told_waiting = self._told_noise = False
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
-        self._waited_for = self._activity = ""
+        self._waited_for = self._activity = self._told_traces = ""
 
     @property
     def figures(self) -> ProgressFigures:
@@ -103,6 +114,7 @@ class EventFormatter:
         seconds = sum(row[2] for row in self._recent)
         measured = bool(self._recent) and seconds > 0
         pace_s = self._stepping_s / self._done if self._done else math.nan
+        samples_per_s = sum(row[1] for row in self._recent) / seconds if measured else math.nan
         return ProgressFigures(
             step=self._step,
             total=total,
@@ -110,7 +122,8 @@ class EventFormatter:
             epoch=epoch_of(self._step if self._recent else min(self._step + 1, total), per_epoch),
             epochs=epoch_of(total, per_epoch),
             loss=sum(row[0] for row in self._recent) / len(self._recent) if self._recent else math.nan,
-            samples_per_s=sum(row[1] for row in self._recent) / seconds if measured else math.nan,
+            samples_per_s=samples_per_s,
+            mfu=self._utilization.at(samples_per_s),
             wait_share=sum(row[3] for row in self._recent) / seconds if measured else math.nan,
             left_s=pace_s * (total - self._step),
             activity=self._activity,
@@ -118,6 +131,9 @@ class EventFormatter:
 
     def tell(self, event: Event) -> list[OutputLine]:
         """Return the lines to show for an event; none for most events."""
+        self._utilization.on(event)
+        if isinstance(event, RunStarted | Replanned | Probed):
+            self._plan, self._told_memory = plan_from(event.plan), 0
         match event:
             case RunStarted():
                 return self._tell_start(event)
@@ -129,6 +145,10 @@ class EventFormatter:
                 return self._count(event)
             case Measured():
                 return self._tell_measured(event)
+            case MemoryMeasured():
+                return self._tell_memory(event)
+            case TraceWritten() if not self._verbose:
+                return self._tell_traces(event)
             case Failed():
                 return self._tell_failure(event)
             case RunEnded():
@@ -195,6 +215,23 @@ class EventFormatter:
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
         return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
+
+    def _tell_memory(self, event: MemoryMeasured) -> list[OutputLine]:
+        """Show the fullest device under each plan once, and again when it has grown by a tenth."""
+        most = max(event.allocated_bytes, default=0)
+        if most <= 1.1 * self._told_memory and not self._verbose:
+            return []
+        self._told_memory = most
+        return [OutputLine(text=memory_text(self._plan, event))]
+
+    def _tell_traces(self, event: TraceWritten) -> list[OutputLine]:
+        """Show the first trace of some steps, for those of all ranks."""
+        if event.folder == self._told_traces:
+            return []
+        self._told_traces = event.folder
+        root = "/".join((str(self._start.job.get("storage", "")).rstrip("/"), self._start.run))
+        text = f"traces of {event.steps} are in {root}/{event.folder}, a file for each rank; {event.viewer}"
+        return [OutputLine(text=text, tone="good")]
 
     def _tell_failure(self, event: Failed) -> list[OutputLine]:
         self._activity = "recovering"
@@ -291,7 +328,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return _resized_line(event)
         case Replanned():
             return OutputLine(text=event.text, tone="warning" if event.why else "good")
-        case Probed() | Joined():
+        case Probed() | Joined() | Judged():
             return OutputLine(text=event.text, tone="good")
         case Formed():
             begins = event.source == "initial" and event.step == 0
@@ -313,20 +350,20 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return OutputLine(text=prefetch_text(event))
         case Measured():
             return OutputLine(text=_step_phases_text(event))
+        case MemoryMeasured():
+            return OutputLine(text=memory_text(None, event))
         case Stale():
             return OutputLine(text=f"staleness: {staleness_text(staleness_of([event])) or 'nothing was pushed'}")
         case Failed():
             return OutputLine(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
             return OutputLine(text=f"stack of rank {event.rank} ({event.node}):", detail=event.text)
-        case Printed():
+        case Printed() | TraceWritten():
             return OutputLine(text=event.text)
         case MediaLogged():
             return OutputLine(text=f"step {event.step:,}: {'image' if event.width else 'text'} {event.name!r} logged")
         case Noted():
             return OutputLine(text=f"note: {event.text}", tone="warning")
-        case Judged():
-            return OutputLine(text=event.text, tone="good")
         case RunEnded():
             return _end_line(event, RunStarted())
     return OutputLine(text=event.kind)

@@ -139,6 +139,7 @@ def _tail(figures: ProgressFigures) -> str:
     if figures.activity or not math.isfinite(figures.samples_per_s):
         return figures.activity or "first step"
     waited = f"data wait {formatting.percent(figures.wait_share)}  " if math.isfinite(figures.wait_share) else ""
+    waited += f"MFU {formatting.percent(figures.mfu)}  " if math.isfinite(figures.mfu) else ""
     pace = f"loss {formatting.metric(figures.loss)}  {formatting.throughput(figures.samples_per_s)}"
     return f"{pace}  {waited}{formatting.clock_time(figures.left_s)} left"
 

@@ -16,6 +16,7 @@ from trainwright.core.events import (
 )
 from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.plan import Estimate, Plan
+from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.event_files import EventReader, read_run_summary
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, owner_alive
@@ -115,6 +116,14 @@ class RunHistory:
         """Throughput of all steps that count; NaN before the first."""
         seconds = sum(record.step_s for record in self.records)
         return sum(record.samples for record in self.records) / seconds if seconds > 0 else math.nan
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization of the steps since the newest rendezvous, 0 to 1; NaN where it is not known."""
+        newest = [each for each in self.records if each.generation == self.records[-1].generation]
+        seconds = sum(record.step_s for record in newest)
+        samples = sum(record.samples for record in newest)
+        return UtilizationMeter.of(self.summary).at(samples / seconds) if seconds > 0 else math.nan
 
     @property
     def wait_share(self) -> float:

@@ -6,13 +6,15 @@ removed. Times are seconds since the epoch, sizes bytes, durations seconds; unkn
 `runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
 `run_view`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s,
-wait_share, reason, best: {text, goal, step, metrics}, plan, plan_line, mesh: [{node, ranks, data, stage, shard,
+mfu, wait_share, reason, best: {text, goal, step, metrics}, plan, plan_line, mesh: [{node, ranks, data, stage, shard,
 tensor}], nodes: {node: ranks}, others, cluster,
 dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step, worker,
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
 {step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
-`reporting.scorecard.Scorecard`, waiting, notes, report, changed_s}.
+`reporting.scorecard.Scorecard`, waiting, memory: [{rank,
+predicted_bytes, used_bytes, reserved_bytes}], traces: [{rank, node, first, last, path, size_bytes}], notes, report,
+changed_s}.
 
 `log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
 """
@@ -36,10 +38,12 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
-from trainwright.core.events import Event, RunStarted
+from trainwright.core.events import Event, RunStarted, TraceWritten
 from trainwright.core.metric_goals import best_text
+from trainwright.reporting.device_memory import RankMemory, rank_memory
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
 from trainwright.reporting.plan_view import (
+    SHOWN_ROWS,
     MeshTable,
     facts_table,
     mesh_table,
@@ -209,6 +213,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "epoch": epoch_of(summary.step, start.steps_per_epoch),
         "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
         "samples_per_s": _known(history.samples_per_s),
+        "mfu": _known(history.mfu),
         "wait_share": _known(history.wait_share),
         "plan": start.plan,
         "plan_line": plan_line(plan) if plan else "",
@@ -244,6 +249,8 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "staleness": _staleness(history),
         "judged": _plain(summary.judged.verdict) if summary.judged else None,
         "waiting": waiting_text(summary.waiting) if summary.waiting and history.state == "running" else "",
+        "memory": [asdict(each) for each in rank_memory(plan, summary.memory)],
+        "traces": [_trace(trace) for trace in summary.traces.values()],
         "notes": [note.text for note in summary.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
     }
@@ -255,6 +262,10 @@ def _best(history: RunHistory) -> dict[str, Any] | None:
         return None
     goal, best = history.best
     return {"text": best_text(goal, best), "goal": goal, "step": best.step, "metrics": _plain(best.metrics)}
+
+
+def _trace(trace: TraceWritten) -> dict[str, Any]:
+    return {name: getattr(trace, name) for name in ("rank", "node", "first", "last", "path", "size_bytes")}
 
 
 def _staleness(history: RunHistory) -> dict[str, Any] | None:
@@ -360,6 +371,7 @@ def dashboard_text(facts: Mapping[str, str]) -> str:
 def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[str]]]:
     summary = history.summary
     incidents = [(failure.time_s, failure_text(failure)) for failure in summary.failures]
+    traces = [*summary.traces.values()]
     incidents += [(recovery.formed.time_s, recovery_text(recovery.formed)) for recovery in summary.recoveries]
     judged = Scorecard.read(summary.judged.verdict) if summary.judged else None
     return [
@@ -369,6 +381,8 @@ def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[st
             [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
         ),
         ("Failures and recoveries", [f"{formatting.timestamp(time_s)}  {text}" for time_s, text in sorted(incidents)]),
+        ("Peak memory of devices", [RankMemory(**each).text for each in data["memory"][:SHOWN_ROWS]]),
+        ("Traces of steps", [*(trace.text for trace in traces), *dict.fromkeys(trace.viewer for trace in traces)]),
         ("Notes", data["notes"]),
         ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
     ]
@@ -396,4 +410,5 @@ def _speed(data: dict[str, Any]) -> str:
         return ""
     waited = data["wait_share"]
     waiting = f", waiting for data {formatting.percent(waited)}" if waited is not None else ""
-    return formatting.throughput(data["samples_per_s"]) + waiting
+    mfu = f", MFU {formatting.percent(data['mfu'])}" if data["mfu"] is not None else ""
+    return formatting.throughput(data["samples_per_s"]) + mfu + waiting

@@ -34,6 +34,7 @@ from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternativ
 from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
+from trainwright.planning.memory_advice import explain_out_of_memory
 from trainwright.planning.planner import apply_plan_file
 from trainwright.ray_cluster.discovery import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
@@ -53,10 +54,15 @@ class RunSetup:
     decision: Decision
     room: WorkerPlacement | None = None  # placement of the workers; None for placement groups of Ray
     layouts: PlanSelector | None = field(init=False)  # plans by number of workers; None if one plan fits any number
+    request: PlanRequest = field(init=False)  # of the job on the nodes that it uses
     schedule: StepSchedule = field(init=False)  # order of the run's samples
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layouts", _alternatives(self.prepared, self.decision))
+        decision = self.decision
+        job = apply_plan_file(self.prepared.job, decision.profile, decision.cluster)
+        object.__setattr__(self, "request", PlanRequest.of(job, decision.profile, decision.used))
+        plans = decision.contenders or (decision.chosen,)
+        object.__setattr__(self, "layouts", alternative_plans(job, self.request, plans))
         schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
         object.__setattr__(self, "schedule", schedule)
 
@@ -88,6 +94,7 @@ class RunSetup:
                 stride=plan.local_steps,
                 total_steps=self.prepared.total_steps,
                 steps_per_epoch=per_epoch,
+                profile=job.training.profile or range(0),
                 evaluate_steps=per_epoch * job.checkpointing.evaluate_epochs if job.evaluate is not None else None,
                 samples_of=partial(_samples_of, self.schedule, plan),
                 early_stop=job.checkpointing.early_stop,
@@ -109,6 +116,7 @@ class RunSetup:
                 pass_limit=job.recovery.skip_limit if job.recovery.on_crash_loop == "skip" else 0,
                 probe_share=MEASURING_SHARE,
                 replace_stragglers=job.recovery.replace_stragglers,
+                explain_memory=partial(explain_out_of_memory, self.request, plan),
             ),
             deadlines=Deadlines(
                 place_deadline_s=job.start_deadline_s(self.decision.cluster),
@@ -148,6 +156,7 @@ class RunSetup:
             evaluate=prepared.evaluate,
             identity=_identity(prepared, self.decision.chosen, self.layouts, self.room),
             preemption_s=job.recovery.preemption_s,
+            profile=job.training.profile or range(0),
             fetcher=feeder.train,
             evaluate_fetcher=feeder.evaluate,
             rows=feeder.rows,
@@ -181,12 +190,6 @@ class RunSetup:
             steps_per_epoch=self.prepared.steps_per_epoch,
             fresh=fresh,
         )
-
-
-def _alternatives(prepared: PreparedJob, decision: Decision) -> PlanSelector | None:
-    job = apply_plan_file(prepared.job, decision.profile, decision.cluster)
-    question = PlanRequest.of(job, decision.profile, decision.used)
-    return alternative_plans(job, question, decision.contenders or (decision.chosen,))
 
 
 def _identity(prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, room: WorkerPlacement | None) -> str:

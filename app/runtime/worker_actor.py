@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 from trainwright.core.errors import (
     DataError,
     DeviceError,
+    DeviceOutOfMemory,
     FencedError,
     JobError,
     NonFiniteLoss,
@@ -139,7 +140,7 @@ class WorkerCalls:
 
     @ray.method(concurrency_group="keep")
     def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """Run a verb on the thread that writes into memory."""
+        """Run a verb on the thread that writes copies into memory, and traces."""
         return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="watch")
@@ -190,9 +191,11 @@ class WorkerCalls:
             return method() if argument is None else method(argument)
         except Exception as error:
             failure = _failure(error, self._where)
+        if isinstance(failure.error, DeviceOutOfMemory):
+            failure = replace(failure, memory=self._worker.peak_memory)
         if verb == "run":
             failure = replace(failure, step=self._worker.newest)
-        if verb not in ("upload", "keep"):
+        if verb not in ("upload", "keep", "trace"):
             self._let_go(self._worker, failure)
         return failure
 

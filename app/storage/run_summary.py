@@ -29,6 +29,7 @@ from trainwright.core.events import (
     Kept,
     Leaving,
     Measured,
+    MemoryMeasured,
     Noted,
     Placed,
     Prefetched,
@@ -40,6 +41,7 @@ from trainwright.core.events import (
     Stale,
     Steps,
     Straggling,
+    TraceWritten,
     Waiting,
     from_json,
 )
@@ -392,9 +394,9 @@ RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _FORMAT = 2  # of stored facts; increased where the same events give another summary
-_SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
+_SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
-_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed")
+_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers")
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -425,9 +427,12 @@ class RunSummary:
         measured: measured steps of the newest plan, in order of time.
         waiting: what the run waits for now; None while it steps.
         stale: staleness of the updates of asynchronous workers, in order of steps.
+        memory: the newest peaks of memory of the newest plan; None where no device reported one.
+        traces: written traces of steps, by path.
         judged: the newest comparison of students with their teachers; None where there is none.
         formed: whether the current session had a rendezvous.
         cause: the first failure since the newest rendezvous.
+        workers: at the newest rendezvous, without servers.
         told: the newest step of the newest `Steps` event; 0 for none.
         steps_lost: completed steps that had to be repeated.
         last_s: time of the newest event, in seconds since the epoch.
@@ -453,9 +458,11 @@ class RunSummary:
         self.end: RunEnded | None = None
         self.stale: list[Stale] = []
         self.judged: Judged | None = None
+        self.memory: MemoryMeasured | None = None
+        self.traces: dict[str, TraceWritten] = {}
         self.formed = False
         self.cause: Failed | None = None
-        self.step = self.told = self.steps_lost = 0
+        self.step = self.told = self.steps_lost = self.workers = 0
         self.last_s = 0.0
 
     def add(self, event: Event) -> None:
@@ -501,6 +508,10 @@ class RunSummary:
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
             case Noted():
                 self.notes.append(event)
+            case MemoryMeasured():
+                self.memory = event
+            case TraceWritten():
+                self.traces[event.path] = event
             case Judged():
                 self.judged = event
                 return  # it comes after the session
@@ -515,6 +526,7 @@ class RunSummary:
         self.time.start_s = self.time.start_up_s(formed=self.formed)
         if event.plan != self.start.plan:
             self.measured.clear()
+            self.memory = None
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
         self.time.sessions.append(_DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
@@ -531,6 +543,7 @@ class RunSummary:
             rejected = [{"plan": row["name"], "reason": event.told(row)} for row in others] + left
         self.start = replace(self.start, plan=event.plan, rejected=rejected)
         self.measured.clear()
+        self.memory = None
 
     def _formed(self, event: Formed) -> None:
         lost, seconds = self.steps.cut(event.step)
@@ -548,7 +561,7 @@ class RunSummary:
             if event.source == "checkpoint" or event.step:
                 self.resumes.append(event)
         self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
-        self.nodes = event.nodes
+        self.nodes, self.workers = event.nodes, event.workers
 
     def _add_steps(self, event: Steps) -> None:
         self.waiting = None
@@ -590,6 +603,7 @@ class RunSummary:
             "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
             **asdict(self.time),
             "processes": [event.to_json() for event in self.processes.values()],
+            "traces": [event.to_json() for event in self.traces.values()],
             "nodes": dict(self.nodes),
             **{name: [event.to_json() for event in getattr(self, name)] for name in _LISTS},
             **{name: event.to_json() if (event := getattr(self, name)) else None for name in _SINGLE},
@@ -624,10 +638,12 @@ class RunSummary:
         """Rebuild a summary from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
         if facts["format"] != _FORMAT:
             raise ValueError("another format version")
+        facts = {"workers": 0, "memory": None, "traces": (), **facts}  # that older versions did not store
         found = cls()
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
         found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
+        found.traces = {event.path: event for event in _events(facts["traces"], TraceWritten)}
         found.time = _TimeAccount.of(facts)
         found.nodes = escape_control_characters(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:

@@ -38,6 +38,7 @@ from trainwright.core.redaction import redact
 from trainwright.core.tfrecord_framing import frame, message_class
 from trainwright.reporting.event_messages import EventFormatter
 from trainwright.reporting.plan_view import plan_from
+from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_summary import RunSummary
 from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker
@@ -167,6 +168,7 @@ class MetricCollector:
             yield "loss", figures.loss
             yield "samples_per_second", figures.samples_per_s
             yield "data_wait_share", figures.wait_share
+            yield "model_flops_utilization", figures.mfu
         if isinstance(event, RunStarted | Formed | Failed | Joined | Resized | Replanned | Probed):
             yield "workers", self._workers.workers
             yield "workers_wanted", self._workers.wanted
@@ -250,6 +252,7 @@ _TEXTS: dict[Literal["gauge", "counter", "histogram"], dict[str, str]] = {
         "loss": "Training loss, mean of the last 50 steps",
         "samples_per_second": "Samples a second while stepping, over the last 50 steps",
         "data_wait_share": "Share of the last 50 steps that waited for data, 0 to 1",
+        "model_flops_utilization": "Model FLOPs utilization (MFU) of the last 50 steps, 0 to 1",
         "goodput": "Share of this driver's time spent computing steps that count, 0 to 1",
         "workers": "Workers that take part now, without lost ones",
         "workers_wanted": "Workers of the plan",
@@ -324,6 +327,7 @@ class TensorBoardWriter:
         self._store, self._prefix = store, f"{run}/tensorboard"
         self._folder = _folder(store.uri_of(self._prefix))
         self._token = self._part = 0
+        self._utilization = UtilizationMeter()
         self._last_s = 0.0
         self._buffer = bytearray()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainwright-tensorboard")
@@ -333,13 +337,14 @@ class TensorBoardWriter:
     def on(self, event: Event) -> None:
         """Take one event. Files are written by a separate thread: a network folder may block."""
         self._last_s = event.time_s
+        self._utilization.on(event)
         match event:
             case RunStarted():
                 self._token, self._part = event.token, 0
             case Formed():
                 self._add(_session_start(event.step + 1, event.time_s))
             case Steps():
-                for step, scalars in _step_scalars(event):
+                for step, scalars in _step_scalars(event, self._utilization):
                     self._add(_scalar_event(step, event.time_s, scalars))
             case Measured() if event.noise:
                 self._add(_scalar_event(event.step, event.time_s, {"train/gradient_noise_scale": event.noise["scale"]}))
@@ -396,17 +401,19 @@ def _append(path: Path, data: bytes, time_s: float) -> int:
     return len(data)
 
 
-def _step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
+def _step_scalars(event: Steps, utilization: UtilizationMeter) -> list[tuple[int, dict[str, float]]]:
     """Return the scalars of each step; those that are not finite are left out."""
     rows = []
     norms = event.gradient_norm or [None] * len(event.step)
     for index, step in enumerate(event.step):
         step_s, norm = event.step_s[index], norms[index]
+        samples_per_s = event.samples[index] / step_s if step_s > 0 else math.nan
         scalars = {
             "train/loss": event.loss[index],
             "train/learning_rate": event.learning_rate[index],
             "train/gradient_norm": math.nan if norm is None else norm,
-            "speed/samples_per_s": event.samples[index] / step_s if step_s > 0 else math.nan,
+            "speed/samples_per_s": samples_per_s,
+            "speed/mfu": utilization.at(samples_per_s),
             "speed/wait_share": event.wait_s[index] / step_s if step_s > 0 else math.nan,
             **{f"train/{name}": values[index] for name, values in event.logged.items()},
         }
@@ -459,7 +466,9 @@ _MOST_WAITING_STEPS = 10_000  # steps that wait for a slow tracker; an image or 
 _MEDIA_STEPS = 100
 _CLOSE_TIMEOUT_S = 30.0  # for the last rows when the run has ended
 _EMPTY = ("", "()", "None")
-_RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, MediaLogged, Checkpointed, RunEnded)
+_RELEVANT_EVENTS = (
+    RunStarted, Formed, Replanned, Probed, Steps, Evaluated, MediaLogged, Checkpointed, RunEnded,
+)  # fmt: skip
 
 
 class TrackerThread:
@@ -561,6 +570,7 @@ class _TrackerPosition:
 
     def __init__(self) -> None:
         self._step = self._evaluated = 0
+        self._utilization = UtilizationMeter()
         self._media = dict[str, int]()  # step of the last image or text of each name
         self._end = RunEnded(outcome="failed")
         self._checkpoint = ""
@@ -571,9 +581,10 @@ class _TrackerPosition:
 
     def rows(self, event: Event) -> Iterator[Row]:
         """Yield the rows of an event that are not recorded yet."""
+        self._utilization.on(event)
         match event:
             case Steps():
-                for step, values in _step_scalars(event):
+                for step, values in _step_scalars(event, self._utilization):
                     if step > self._step:
                         self._step = step
                         yield Row(step=step, time_s=event.time_s, values=values)

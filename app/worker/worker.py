@@ -30,6 +30,7 @@ from trainwright.core.data import (
     MetricSums,
     NoiseScale,
     NoiseScaleAverage,
+    PeakMemory,
     PhaseTimes,
     StepReport,
     zero_weight,
@@ -65,6 +66,7 @@ from trainwright.driver.messages import (
     SegmentReport,
     SnapshotRequest,
     SnapshotTaken,
+    StoredTrace,
 )
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.storage.memory_checkpoints import (
@@ -75,6 +77,7 @@ from trainwright.storage.memory_checkpoints import (
 from trainwright.storage.object_store import Store, open_store
 from trainwright.strategies import engine_class
 from trainwright.worker.loaders import Quarantine, RankFeeds, RankStreams, StepSkipper
+from trainwright.worker.step_profiler import StepProfiler
 from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
@@ -121,6 +124,7 @@ class Worker:
         self._role: Role = "worker"
         self._passing = StepSkipper(self._quarantine)
         self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
+        self._profiler = StepProfiler(store, order.run, order.profile)
         self._decoded = dict[int, Any]()  # what a language model keeps of the tokens so far
 
     def rehearse(self) -> None:
@@ -142,6 +146,7 @@ class Worker:
     def reserve(self, wanted: ReserveRequest) -> Address:
         """Bind a port for the next rendezvous epoch; start a new engine if its plan has another layout."""
         self._interruption.enter(wanted.generation)
+        self._profiler.drop()  # another engine may follow
         plan = wanted.plan or self._order.plan
         if self._tried or plan.layout != self._plan.layout:
             self._begin_anew(plan)
@@ -286,6 +291,7 @@ class Worker:
         self._stop_requested.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
         over = stopped or finished or reached >= self._feeds.training.schedule.total_steps
+        traced, untraced = self._profiler.report(reached, over=over)
         return SegmentReport(
             step=self._step, finished=finished,
             announces=self._callbacks is not None and self._callbacks.announces,
@@ -293,6 +299,7 @@ class Worker:
             overflowed=self._passing.overflowed, prefetch=self._feeds.prefetch,
             own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
             noise=self._meter.noise, staleness=self._staleness,
+            memory=self.peak_memory, traced=traced, untraced=untraced,
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:
@@ -317,7 +324,8 @@ class Worker:
             begun = time.perf_counter()
             for feed in units.feeds(unit):
                 fed = time.perf_counter()
-                report = self._passing.step(self._engine, self._job, feed)
+                with self._profiler.step(feed.step + 1, self._engine.capabilities.tracer):
+                    report = self._passing.step(self._engine, self._job, feed)
                 now = time.perf_counter()
                 self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
                 begun = now
@@ -332,13 +340,16 @@ class Worker:
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
-            feed = self._feeds.next(until)
-            fed = time.perf_counter()
-            feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
-            feed, metrics = replace(feed, metrics=metrics) if metrics is not None else feed, None
-            report = self._passing.step(self._engine, self._job, feed)
+            with self._profiler.step(self._step + 1, self._engine.capabilities.tracer):
+                with self._profiler.span("data wait"):
+                    feed = self._feeds.next(until)
+                fed = time.perf_counter()
+                feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
+                feed, metrics = replace(feed, metrics=metrics) if metrics is not None else feed, None
+                report = self._passing.step(self._engine, self._job, feed)
+                taken = time.perf_counter()
             self._step, stopped, finished = report.step, report.wish, report.finished
-            times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
+            times = {"step_s": taken - begun, "wait_s": fed - begun}
             self._records.add(report, samples=feed.rows, **times)
             self._meter.add(report, **times)
             if self._job.tensorflow.callbacks is not None:
@@ -388,6 +399,10 @@ class Worker:
         """Write the files of the last snapshot to the memory of this node, and of its neighbour."""
         return self._copies.keep(order)
 
+    def trace(self, rank: int) -> StoredTrace:
+        """Write the trace of the recorded steps, which this process took as `rank`, to the store."""
+        return self._profiler.save(rank)
+
     def stop(self) -> None:
         """Request a stop; the next reduction carries it, so that all ranks leave after the same step."""
         self._stop_requested.set()
@@ -406,6 +421,11 @@ class Worker:
         self._engine.interrupt(_INTERRUPT_DEADLINE_S)
 
     @property
+    def peak_memory(self) -> PeakMemory | None:
+        """The most memory of its device used so far; None on a CPU."""
+        return self._engine.peak_memory()
+
+    @property
     def held(self) -> tuple[Plan | None, int]:
         """The plan whose part of the state is held here, and its completed steps; None and 0 for none."""
         return (self._plan, self._step) if self._step and not self._tried else (None, 0)
@@ -413,6 +433,7 @@ class Worker:
     def renew(self, order: WorkerConfig, token: int) -> None:
         """Obey another driver: leave the group of the previous one, and open the streams again."""
         self._order, self._seat = order, (-1, 0)
+        self._profiler.choose(order.profile)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)
 
     def leave(self) -> StateTag:

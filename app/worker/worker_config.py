@@ -119,6 +119,7 @@ class WorkerConfig:
     outputs: tuple[str, ...] = ()  # names of the model's outputs that `predict` gives; empty gives all
     identity: str = ""  # of job, data and plan: a driver takes over processes of its own alone
     preemption_s: float = 25.0  # that a process lives on after a preemption notice
+    profile: range = range(0)  # steps (from 1) that are traced
     # delivers heavy transforms through Ray Data; None when the workers read for themselves
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import Batch
-from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+from trainwright.core.errors import DeviceOutOfMemory, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import missing_framework
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY
 
+_MEMORY_REMEDY = "use a smaller batch_size or more accumulation"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -64,6 +65,13 @@ class UserCode(ABC):
         """Return the error that an exception is translated to."""
         if self.lost_peer(error):
             return peer_lost_error(error, self.where)
+        if self.is_out_of_memory(error):
+            return DeviceOutOfMemory(
+                f"{self.what} ran out of the device's memory: {first_line(error)}",
+                where=self.where,
+                remedy=_MEMORY_REMEDY,
+                detail=self.traceback(error),
+            )
         absent = missing_framework(error, self.where)
         return absent or UserCodeError(
             f"{self.what} raised {type(error).__name__}: {first_line(error)}",
@@ -75,7 +83,12 @@ class UserCode(ABC):
     @classmethod
     def remedy(cls, error: BaseException) -> str:
         """Return the remedy for an exception, if there is a known one."""
-        return "use a smaller batch_size or more accumulation" if isinstance(error, cls.out_of_memory) else ""
+        return ""
+
+    @classmethod
+    def is_out_of_memory(cls, error: BaseException) -> bool:
+        """Return whether an exception means that a device has no memory left."""
+        return isinstance(error, cls.out_of_memory)
 
 
 def package_folder(module: ModuleType) -> str:

@@ -95,7 +95,11 @@ def estimate(
     covariance = known.covariance_on(*_machine_facts(work))
     deviation = math.sqrt(float(slopes @ covariance @ slopes) + unexplained)
     factor = math.exp(INTERVAL_DEVIATIONS * deviation)
-    return replace(found, low_s=found.step_s / factor, high_s=found.step_s * factor)
+    return replace(
+        found, low_s=found.step_s / factor, high_s=found.step_s * factor,
+        sample_flops=0.0 if profile.untraced else profile.training_flops,
+        peak_flops_per_s=machine.device.rate(precision) if machine.device.data_sheet and not machine.each else 0.0,
+    )  # fmt: skip
 
 
 def _machine_facts(work: StepWork) -> tuple[str, float, int]:

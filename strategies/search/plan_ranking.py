@@ -296,7 +296,7 @@ class _PlanSizer:
             reason = f"recompute={plan.recompute} is for torch models", "leave it out"
         if reason:
             return InfeasiblePlan(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
-        room = USABLE * machine.device.memory_bytes or math.inf
+        room = min(USABLE * machine.device.memory_bytes or math.inf, self.question.room_bytes or math.inf)
         if plan.mesh.pipeline > 1:
             sizes = stage_sizes(profile, machine, plan, room_bytes=room, **self._numbers)
             plan = replace(plan, stages=sizes, cuts=section_entries(profile, sizes))
@@ -627,6 +627,15 @@ _MAX_DEVICES = 16_384  # looked at
 def is_synchronous(plan: Plan) -> bool:
     """Return whether all ranks step together."""
     return plan.topology != "independent"
+
+
+def plans_within(question: PlanRequest, room_bytes: int) -> tuple[Plan, ...]:
+    """Return the best synchronous plan of each strategy that takes at most so much of a device, whatever is pinned."""
+    found: dict[str, Plan] = {}
+    for plan in search_plans(replace(question.free, room_bytes=room_bytes)).plans:
+        if is_synchronous(plan):
+            found.setdefault(plan.strategy, plan)
+    return tuple(found.values())
 
 
 def suggest_changes(question: PlanRequest, suited: Callable[[Plan], bool] = is_synchronous) -> str:

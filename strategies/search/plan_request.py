@@ -47,6 +47,7 @@ class PlanRequest:
     pins: PlanConstraints = _NO_PINS  # constraints on the plan
     own_step: bool = False  # the job's own step function calls the model
     offload: bool = False  # only plans that keep the model's state in host memory
+    room_bytes: int = 0  # of a device that a plan may take at most; 0 for what there is
     together: bool = False  # batch norms see the whole batch
     kind: str = ""  # Ray's name of the accelerators' model that the job asks for
     data_cpus: float = 0.0  # that Ray Data needs at least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ _CROSS_DEVICE_OPS = {
     "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
     "reduce_to_one_device": tf.distribute.ReductionToOneDevice,
 }
-_ALL_DEVICES = Capabilities(reform="new_process", topology="collective", devices_per_worker=None, xla=True)
+_ALL_DEVICES = replace(TensorFlowEngine.capabilities, devices_per_worker=None)
 
 
 class TensorFlowOneDevice(TensorFlowEngine):

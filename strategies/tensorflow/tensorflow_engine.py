@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
 
-from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
@@ -38,13 +42,53 @@ def _remember_first_use() -> None:
 before_first_use(_remember_first_use)
 
 
+class _TraceRecorder:
+    """Records operations of the host and of its devices by `tf.profiler.experimental`, for TensorBoard."""
+
+    suffix: ClassVar[str] = ".xplane.pb"
+    folder: ClassVar[str] = "profile/plugins/profile"  # where TensorBoard looks below its folder
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start to record."""
+        self._folder = tempfile.TemporaryDirectory(prefix="trainwright-profile-")
+        tf.profiler.experimental.start(self._folder.name)
+
+    def step(self, number: int) -> AbstractContextManager[object]:
+        """Return the context of a step, whose number TensorBoard knows."""
+        trace: AbstractContextManager[object] = tf.profiler.experimental.Trace("train", step_num=number, _r=1)
+        return trace
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context whose operations get a name."""
+        trace: AbstractContextManager[object] = tf.profiler.experimental.Trace(name)
+        return trace
+
+    def stop(self) -> None:
+        """End the recording; `save` can follow on another thread."""
+        tf.profiler.experimental.stop()
+
+    def save(self, path: Path) -> None:
+        """Write the recording, as TensorFlow has stored it on this machine."""
+        assert self._folder is not None, "start comes first"
+        found = sorted(Path(self._folder.name).rglob(f"*{self.suffix}"))
+        if not found:
+            raise ResourceError("the profiler of TensorFlow wrote no file", remedy="install a release of TensorFlow")
+        shutil.move(found[-1], path)
+        self._folder.cleanup()
+
+
 class TensorFlowEngine(ABC):
     """One worker of a `tf.distribute` strategy; `trainwright.core.engine.Engine` documents the calls.
 
     TensorFlow opens one strategy in a process: each rendezvous epoch needs a new process.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(reform="new_process", topology="collective", xla=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="new_process", topology="collective", xla=True, tracer=_TraceRecorder
+    )
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -103,6 +147,12 @@ class TensorFlowEngine(ABC):
         self._program = self._evaluation = self._copier = None  # of a model before
         self._replica = self._guarded(lambda: self._made(spec, plan))
         return self._tag()
+
+    def peak_memory(self) -> PeakMemory | None:
+        """Return the most memory used of the fullest GPU of this process; None without one."""
+        own = range(len(tf.config.get_visible_devices("GPU")))  # logical devices can be those of other processes
+        peaks = [int(tf.config.experimental.get_memory_info(f"GPU:{number}")["peak"]) for number in own]
+        return PeakMemory(allocated_bytes=max(peaks)) if peaks else None
 
     def verify(self) -> None:
         """Do nothing: the strategy keeps its variables equal."""
@@ -210,9 +260,11 @@ class TensorFlowEngine(ABC):
         try:
             return work()
         except Exception as error:
-            failure = (
-                peer_lost_error(error, self._where) if TensorFlowUserCode.lost_peer(error) else _original_error(error)
-            )
+            failure = _original_error(error)
+            if TensorFlowUserCode.lost_peer(error):
+                failure = peer_lost_error(error, self._where)
+            elif failure is None and TensorFlowUserCode.is_out_of_memory(error):
+                failure = TensorFlowUserCode("a step", self._where).meaning(error)
             if failure is None or failure is error:
                 raise
         raise failure

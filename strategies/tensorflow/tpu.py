@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, TypeVar
@@ -36,8 +37,8 @@ _Result = TypeVar("_Result")
 class TPU(TensorFlowCoordinatorEngine):
     """Engine for the TPU of this host, or the one that the environment names."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="new_process", topology="coordinator", devices_per_worker=None, static_shapes=True, xla=True
+    capabilities: ClassVar[Capabilities] = replace(
+        TensorFlowCoordinatorEngine.capabilities, topology="coordinator", devices_per_worker=None, static_shapes=True
     )
 
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:

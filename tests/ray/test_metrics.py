@@ -20,6 +20,7 @@ from tests.support.metric_series import exported
 from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
 from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.event_files import read_events
 from trainwright.storage.object_store import open_store
 from trainwright.tracking import listeners
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 RUN = "scraped"
 STEPS, KILLED = 20, 12
+PEAK = 1e6  # samples a second of a made-up accelerator
 SERIES = re.compile(r"^(ray_trainwright_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 
 
@@ -66,7 +68,7 @@ def expected(folder: Path) -> dict[str, float]:
     return {
         "step": STEPS, "total_steps": 27, "workers": 1, "workers_wanted": 1, "loss": sum(losses) / len(losses),
         "samples_per_second": pace, "data_wait_share": summed(late, "wait_s") / summed(late, "step_s"),
-        "goodput": totals.goodput,
+        "goodput": totals.goodput, "model_flops_utilization": pace / PEAK,
         "checkpoint_bytes": saved[-1].size_bytes, "steps_total": done, "samples_total": samples,
         "data_wait_seconds_total": waited, "failures_total": 1, "recoveries_total,source=checkpoint": 1,
         "recovery_seconds_total": formed[-1].seconds, "steps_lost_total": before - formed[-1].step,
@@ -86,6 +88,7 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
     monkeypatch.setattr(listeners, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(UtilizationMeter, "at", lambda self, pace: pace / PEAK)  # CPUs have no data sheet
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:

@@ -47,6 +47,9 @@ class ScriptedEngine:
     def verify(self) -> None:
         pass
 
+    def peak_memory(self) -> None:
+        """It has no device."""
+
     def interrupt(self, *_: Any) -> bool:
         return True
 

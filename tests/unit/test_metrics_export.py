@@ -61,14 +61,22 @@ def told(happened: list[events.Event]) -> Shelf:
     return shelf
 
 
+def on_accelerators() -> list[events.Event]:
+    """The whole run, with a plan that knows the peak rate of its devices."""
+    begun: Any = whole_run()[0]
+    estimate = {**begun.plan["estimate"], "sample_flops": 1.0, "peak_flops_per_s": 2560.0}
+    return [replace(begun, plan={**begun.plan, "estimate": estimate}), *whole_run()[1:]]
+
+
 def test_a_whole_run() -> None:
-    shelf = told(whole_run())
+    shelf = told(on_accelerators())
     history = RunHistory.fold(whole_run())
     dp = "data_parallel"
     assert shelf.values == {
         ("step", dp): 20, ("total_steps", dp): 20, ("workers", dp): 2, ("workers_wanted", dp): 2,
         ("loss", dp): pytest.approx(0.05), ("samples_per_second", dp): pytest.approx(2560),
-        ("data_wait_share", dp): pytest.approx(0.2), ("goodput", dp): history.totals.goodput,
+        ("data_wait_share", dp): pytest.approx(0.2), ("model_flops_utilization", dp): pytest.approx(0.5),
+        ("goodput", dp): history.totals.goodput,
         ("checkpoint_bytes", dp): 2048, ("checkpoints", dp): 2, ("checkpoint_seconds", dp): 2,
         ("checkpoint_blocked_seconds", dp): pytest.approx(0.2),
         ("steps", dp): 22, ("samples", dp): 22 * 256, ("data_wait_seconds", dp): pytest.approx(0.44),

@@ -20,6 +20,7 @@ OWNERS = {
     "recovery": "failure_policy",
     "checkpoints": "checkpointing",
     "memory": "checkpointing",
+    "traces": "step_traces",
     "shutdown": "driver_state",
     "trials": "rendezvous",
 }

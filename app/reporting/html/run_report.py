@@ -11,6 +11,7 @@ from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
+from trainwright.reporting.device_memory import RankMemory, rank_memory
 from trainwright.reporting.event_messages import prefetch_text, recovery_text, source_text
 from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
@@ -87,6 +88,9 @@ def render_report(history: RunHistory, *, uri: str = "", now_s: float = 0.0) -> 
         prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
         incidents=_incidents(history),
         notes=[note.text for note in summary.notes],
+        memory=[_memory_cells(each) for each in rank_memory(plan, summary.memory)],
+        traces=[(trace.rank, trace.node, trace.steps, trace.path) for trace in summary.traces.values()],
+        viewers=[*dict.fromkeys(trace.viewer for trace in summary.traces.values())],
         configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
         versions=sorted(start.versions.items()),
         uri=uri,
@@ -172,6 +176,8 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
                 note=f"{formatting.percent(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
+    if math.isfinite(history.mfu):
+        found.append(_KeyFigure("MFU", formatting.percent(history.mfu), "of the accelerators' peak by data sheet"))
     sessions = formatting.count(len(summary.time.sessions), "session")
     found.append(_KeyFigure("duration", formatting.duration(history.totals.wall_s), sessions))
     found.append(_KeyFigure("goodput", formatting.percent(history.totals.goodput), "of the time: steps that count"))
@@ -246,6 +252,12 @@ def _incidents(history: RunHistory) -> list[_Incident]:
         for skip in summary.skipped
     ]
     return [incident for _, incident in sorted(rows, key=lambda row: row[0])]
+
+
+def _memory_cells(memory: RankMemory) -> tuple[str, ...]:
+    """Return rank, predicted, used and reserved memory as cells."""
+    sizes = (memory.predicted_bytes, memory.used_bytes, memory.reserved_bytes)
+    return str(memory.rank), *(formatting.size(size) if size else "" for size in sizes)
 
 
 def _failure(failure: Failed) -> str:

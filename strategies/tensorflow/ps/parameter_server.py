@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -75,8 +76,8 @@ _VariablePieces = tuple[keras.Variable, ...]
 class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     """Chief, server or worker, by the member's role. The chief computes nothing: it schedules."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="new_process", topology="coordinator", tolerates=frozenset({"worker"}), xla=True
+    capabilities: ClassVar[Capabilities] = replace(
+        TensorFlowCoordinatorEngine.capabilities, topology="coordinator", tolerates=frozenset({"worker"})
     )
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ _PEER_LOST = re.compile(
     r"Connecting to invalid output|Barrier|heartbeat|peer .* failed|Unable to find a context_id",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile(r"\bOOM\b|out of memory|allocat", re.IGNORECASE)
 _LOST_TYPES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
 
 
@@ -23,6 +24,11 @@ class TensorFlowUserCode(UserCode):
 
     libraries = _LIBRARIES
     out_of_memory = tf.errors.ResourceExhaustedError
+
+    @classmethod
+    def is_out_of_memory(cls, error: BaseException) -> bool:
+        """Return whether an error means that a device has no memory left: also messages can be too large."""
+        return super().is_out_of_memory(error) and _NO_MEMORY.search(str(error)) is not None
 
     @classmethod
     def lost_peer(cls, error: BaseException) -> bool:

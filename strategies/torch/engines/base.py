@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
-from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import DeviceError, JobError, PeerLost, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
+from trainwright.strategies.torch.step_trace import TorchTraceRecorder
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames, device_error
 from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
@@ -35,7 +36,13 @@ class _ReplicaEngine:
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, torch_training=True, decodes=True
+        reform="in_place",
+        topology="collective",
+        devices_per_worker=1,
+        inductor=True,
+        torch_training=True,
+        decodes=True,
+        tracer=TorchTraceRecorder,
     )
 
     def __init__(self) -> None:
@@ -64,6 +71,7 @@ class _ReplicaEngine:
             torch.set_num_threads(group.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         if self._replica is not None:
             self._replica.move(self._device)
         return self._tag()
@@ -188,11 +196,15 @@ class _ReplicaEngine:
                 failure = peer_lost_error(error, self._where)
                 clear_frames(error)
         except RuntimeError as error:
-            lost = self._aborted() or TorchUserCode.lost_peer(error)
             failed = device_error(error, self._where)
-            if failed is None and not lost:
+            if failed is not None:
+                failure = failed
+            elif self._aborted() or TorchUserCode.lost_peer(error):
+                failure = peer_lost_error(error, self._where)
+            elif TorchUserCode.is_out_of_memory(error):  # outside of the user's functions, in a reduction for instance
+                failure = TorchUserCode("a step", self._where).meaning(error)
+            else:
                 raise
-            failure = failed or peer_lost_error(error, self._where)
             clear_frames(error)
         clear_frames(failure)
         raise failure
@@ -238,6 +250,15 @@ class TorchEngine(_ReplicaEngine):
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
         self.replica.begin_evaluation()
         return evaluation.evaluated_model(self.replica, self._where)
+
+    def peak_memory(self) -> PeakMemory | None:
+        """Return the most memory of this rank's GPU used since `form`; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        return PeakMemory(
+            allocated_bytes=torch.cuda.max_memory_allocated(self._device),
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device),
+        )
 
     def prefetcher(self) -> Callable[[Feed], Feed] | None:
         """Return a function that copies a feed's batches to the GPU, for another thread; None on a CPU."""

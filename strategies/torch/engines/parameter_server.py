@@ -45,7 +45,10 @@ class _ServerGroupEngine(TorchEngine):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        topology="independent", tolerates=frozenset({"worker"}), inductor=True
+        topology="independent",
+        tolerates=frozenset({"worker"}),
+        inductor=True,
+        tracer=TorchEngine.capabilities.tracer,
     )
 
     def __init__(self) -> None:

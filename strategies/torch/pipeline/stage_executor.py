@@ -190,12 +190,14 @@ class StageExecutor:
                     self.replica.spec.seed, step + later, micro, share.data_rank, self.messages.section(operation)
                 )
                 self.replica.reseed(seed)
-                self._forward(operation, share, ahead=bool(later))
+                with self.replica.span("forward"):
+                    self._forward(operation, share, ahead=bool(later))
                 self.replica.laps.forward()
                 if number == last:
                     losses_done()
             else:
-                self._backward(operation)
+                with self.replica.span("backward"):
+                    self._backward(operation)
                 self.replica.laps.backward(reduced=False)
 
     def _use(self, *, before: bool) -> None:

@@ -28,6 +28,7 @@ from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import ParameterShard, ShardSlot
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.ps.shard_store import SPARSE_REFUSED, named_tensors, persistent_buffers, server_shards
+from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.training import train_step
 from trainwright.strategies.torch.training.objective import BackwardRoots, JobFunctions, MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import PhaseTimer, TorchReplica
@@ -101,7 +102,8 @@ class ParameterWorker:
 
     def _begin(self, grant: Grant) -> None:
         """Start a unit with the servers' parameters."""
-        self.pull(grant.needs)
+        with span("pull"):
+            self.pull(grant.needs)
         for tensor in self._changing:
             self._remember(tensor)
 
@@ -156,7 +158,8 @@ class ParameterWorker:
                 done, overflowed = self._compute_unit(runner, _as_own_feed(feed))
             outgoing.buffers(self._shards)
             sums, logged = [(done.loss, done.weight)], [train_step.logged_sums(runner, done)]
-            by = clients.push(weight=done.weight, sums=sums, norm=done.norm or 0.0, logged=logged)
+            with span("push"):
+                by = clients.push(weight=done.weight, sums=sums, norm=done.norm or 0.0, logged=logged)
             outgoing.counted(by, grant)
             attempt.applied = done.weight > 0
         replica.laps.wait()
@@ -220,7 +223,8 @@ class ParameterWorker:
             self._outgoing.buffers(self._shards)
             sums = [(each.loss * each.weight, each.weight) for each in self._reports]
             logged = [each.logged for each in self._reports]
-            by = self._clients.push(weight=sum(weight for _, weight in sums), sums=sums, logged=logged)
+            with span("push"):
+                by = self._clients.push(weight=sum(weight for _, weight in sums), sums=sums, logged=logged)
             self._outgoing.counted(by, grant)
         return report
 

@@ -37,6 +37,7 @@ from trainwright.strategies.torch.checkpoint.initial_weights import (
 )
 from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
+from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
 from trainwright.strategies.torch.training.deferred_init import DeferredInit
@@ -167,6 +168,8 @@ class TorchReplica:
         self.local, self.data_rank = _local_buffers(self.model, spec.local_state, where), DataRank()
         saved = self.model.state_dict()
         self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
+
+    span = staticmethod(span)
 
     @contextmanager
     def finding_last(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from trainwright.core.data import (
 )
 from trainwright.core.errors import JobError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
+from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.torch_compat import foreach_multiply
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
@@ -136,10 +137,11 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         probe.send()
         with probe.watching() if sampled else nullcontext():
             runner.accumulate(replica, feed, sampled=sampled)
-        average_statistics(replica.norms, feed, runner.others)
-        wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
-        gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
-        replica.confirm()
+        with span("reduce"):
+            average_statistics(replica.norms, feed, runner.others)
+            wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
+            gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
+            replica.confirm()
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
         overflowed = has_overflowed(runner, scale, totals, feed)
@@ -150,8 +152,9 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         if overflowed and scale is not None:
             replica.scale = scale.overflowed()
         elif totals.weight:
-            norm = _scale_gradients(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
-            replica.apply(feed.step, runner.where)
+            with span("optimizer"):
+                norm = _scale_gradients(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
+                replica.apply(feed.step, runner.where)
             attempt.applied = True
             replica.scale = scale.applied() if scale else None
             laps.optimizer()
@@ -181,10 +184,12 @@ def _run_micro_batch(
     """Run forward and backward of one micro-batch; raise PeerLost or UserCodeError for what fails."""
     where = runner.where
     forward = runner.objective if runner.parallel is None else runner.parallel
-    pull = runner.objective.pull(share, *forward(share))
+    with span("forward"):
+        pull = runner.objective.pull(share, *forward(share))
     forward_done()
     try:
-        pull.backward()
+        with span("backward"):
+            pull.backward()
     except Exception as error:
         raise TorchUserCode("the backward pass", where).meaning(error) from None
 
@@ -428,7 +433,8 @@ def _updates_in_turn(
             raise JobError([_UNEQUAL], where=runner.where)
         name = found.pop()
         trained = optimizer.parameters(name) if name else []
-        sums, gradients = _reduced(runner, replica, trained, place=names.index(name) + 1 if name else 0)
+        with span("reduce"):
+            sums, gradients = _reduced(runner, replica, trained, place=names.index(name) + 1 if name else 0)
         if not name:
             if number == 0:
                 raise JobError(["step= yielded no loss"], where=runner.where)
@@ -436,7 +442,7 @@ def _updates_in_turn(
         totals = _settled(replica, runner, feed, sums, gradients)
         yield name, totals
         if totals.weight:
-            with TorchUserCode(f"the step() of optimizer {name!r}", runner.where):
+            with TorchUserCode(f"the step() of optimizer {name!r}", runner.where), span("optimizer"):
                 optimizer.named[name].step()
 
 
@@ -446,7 +452,7 @@ def _turns(runner: StepRunner, share: MicroBatchShare, names: tuple[str, ...]) -
     columns = objective.caller.tensors(share.batch)
     for name, (values, weights) in objective.caller.turns(objective.model, columns, share.batch, share.layout, names):
         pull = objective.pull(share, values, weights, objective.carry)
-        with TorchUserCode("the backward pass", runner.where):
+        with TorchUserCode("the backward pass", runner.where), span("backward"):
             pull.backward()
         yield name
 
@@ -458,7 +464,8 @@ def _update_with_closure(replica: TorchReplica, runner: StepRunner, feed: Feed) 
     def closure() -> Tensor:
         _forget_gradients(replica, runner)
         runner.accumulate(replica, feed, sampled=False)
-        sums, gradients = _reduced(runner, replica, replica.trainable, place=1)
+        with span("reduce"):
+            sums, gradients = _reduced(runner, replica, replica.trainable, place=1)
         totals = _settled(replica, runner, feed, sums, gradients)
         first.append(totals)
         return torch.tensor(totals.loss / totals.weight if totals.weight else 0.0, dtype=runner.objective.carry.dtype)

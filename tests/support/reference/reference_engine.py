@@ -100,6 +100,9 @@ class ReferenceEngine:
         self._hold(self._part(fit_state(whole, self._initial())))
         return self._tag()
 
+    def peak_memory(self) -> None:
+        """It has no device."""
+
     def verify(self) -> None:
         """Nothing: every rank takes the same steps from the same sums."""
 

@@ -1,0 +1,135 @@
+"""Records traces of chosen steps on one rank, and writes them to the store beside the run.
+
+The framework's profiler runs from the first of the steps to the last one, on the thread of steps. Another thread writes
+the file. Whatever goes wrong with a trace is told, and does not end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from trainwright.core.errors import ResourceError, TrainwrightError
+from trainwright.core.topology import TraceRecorder
+from trainwright.driver.messages import StoredTrace
+from trainwright.storage.object_store import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepProfiler:
+    """Records the chosen steps of one rank. For the thread of steps, but `save`.
+
+    Args:
+        steps: to record, from 1.
+    """
+
+    def __init__(self, store: Store, run: str, steps: range) -> None:
+        self._store, self._run, self._steps = store, run, steps
+        self._recorder: TraceRecorder | None = None
+        self._taken: list[int] = []  # steps that are in the recording
+        self._finished: tuple[TraceRecorder, range] | None = None  # that is to be saved
+        self._trouble = ""  # why chosen steps are not recorded
+        self._told = False  # whether the driver knows of the finished recording, or of the trouble
+
+    def choose(self, steps: range) -> None:
+        """Record these steps from now on, for another driver."""
+        self.drop()
+        self._steps, self._trouble = steps, ""
+
+    def step(self, number: int, tracer: Callable[[], TraceRecorder] | None) -> AbstractContextManager[None]:
+        """Return the context of a step, which is recorded if it was chosen.
+
+        Args:
+            tracer: makes a recorder of the engine's framework; None where it has none.
+        """
+        if number not in self._steps:
+            if self._recorder is not None:
+                self._finish()
+            return nullcontext()
+        # Asynchronous workers may get another part of a step after a part of a later one.
+        chosen = self._finished is None and not self._trouble
+        return self._recorded(number, tracer) if chosen else nullcontext()
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context whose operations get a name in the trace, if there is one."""
+        return nullcontext() if self._recorder is None else self._recorder.span(name)
+
+    def report(self, reached: int, *, over: bool) -> tuple[range | None, str]:
+        """Return the steps of a finished recording, and why there is none; each once.
+
+        Args:
+            reached: the step at which a segment ends.
+            over: whether it is the last one, so that a recording ends with it.
+        """
+        if self._recorder is not None and (over or reached >= self._steps[-1]):
+            self._finish()
+        told, self._told = self._told, True
+        if told:
+            return None, ""
+        return (None if self._finished is None else self._finished[1]), self._trouble
+
+    def _finish(self) -> None:
+        """End a recording, so that it can be saved."""
+        recorder, taken = self._recorder, self._taken
+        self._recorder, self._taken = None, []
+        if recorder is not None and self._tried(recorder.stop) and taken:
+            self._finished, self._told = (recorder, range(min(taken), max(taken) + 1)), False
+
+    def drop(self) -> None:
+        """End a recording that a failure cuts off, and forget it; one that is finished stays."""
+        recorder = self._recorder
+        self._recorder, self._taken = None, []
+        if recorder is not None:
+            self._tried(recorder.stop)
+
+    def save(self, rank: int) -> StoredTrace:
+        """Write the finished recording to the store. Raises TrainwrightError where it cannot be written."""
+        if self._finished is None:
+            raise ResourceError("there is no recording", where=f"rank {rank}")
+        (recorder, steps), self._finished = self._finished, None
+        name = f"steps-{steps[0]}-{steps[-1]}/rank-{rank}{recorder.suffix}"
+        with tempfile.TemporaryDirectory(prefix="trainwright-trace-") as folder:
+            file = Path(folder) / "trace"
+            recorder.save(file)
+            data = file.read_bytes()
+        path = f"{recorder.folder}/{name}"
+        self._store.put(f"{self._run}/{path}", data)
+        return StoredTrace(steps=steps, path=path, size_bytes=len(data))
+
+    @contextmanager
+    def _recorded(self, number: int, tracer: Callable[[], TraceRecorder] | None) -> Iterator[None]:
+        if self._recorder is None:
+            self._recorder = self._started(tracer)
+        if self._recorder is None:
+            yield
+            return
+        try:
+            with self._recorder.step(number):
+                yield
+        except BaseException:
+            self.drop()
+            raise
+        self._taken.append(number)
+
+    def _started(self, tracer: Callable[[], TraceRecorder] | None) -> TraceRecorder | None:
+        """Return a recorder that records; None where there is none."""
+        if tracer is None:
+            self._trouble, self._told = "the engine of this plan has no profiler", False
+            return None
+        recorder = tracer()
+        return recorder if self._tried(recorder.start) else None
+
+    def _tried(self, action: Callable[[], object]) -> bool:
+        """Call an action of the recorder; note what it raises, since a trace must not end a run."""
+        try:
+            action()
+        except Exception as error:
+            self._told = False
+            self._trouble = error.summary if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+            _LOG.warning("steps are not traced", exc_info=True)
+            return False
+        return True

@@ -1,0 +1,153 @@
+"""A device without memory ends the run once, with what was predicted and used, and the plans that need less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import trainwright as tw
+from tests.support.driver_harness import Story
+from trainwright.core.cluster import ACCELERATORS
+from trainwright.core.data import PeakMemory
+from trainwright.core.errors import DeviceOutOfMemory, PeerLost, UserCodeError
+from trainwright.core.events import Failed
+from trainwright.core.plan import Plan
+from trainwright.driver import messages as m
+from trainwright.planning.memory_advice import explain_out_of_memory
+from trainwright.strategies.search.plan_ranking import plans_within, search_plans
+from trainwright.strategies.search.plan_request import PlanRequest
+from trainwright.strategies.torch.engines.base import TorchEngine
+from trainwright.strategies.torch.torch_errors import TorchUserCode
+
+GIB = 2**30
+GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=2048, vocabulary=51_200)
+REQUEST = PlanRequest(profile=GPT, cluster=tw.Cluster.parse("1x8xA100-80GB"), batch_size=64, precision="bf16")
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.14 GiB"
+
+
+def oom() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(FULL)
+
+
+# --- Which error it is ------------------------------------------------------------------------------------------------
+
+
+def test_user_code_without_memory_is_an_error_of_its_own() -> None:
+    text = "the backward pass ran out of the device's memory: CUDA out of memory"
+    with pytest.raises(DeviceOutOfMemory, match=text), TorchUserCode("the backward pass", "rank 3"):
+        raise oom()
+    with pytest.raises(UserCodeError) as other, TorchUserCode("the model", "rank 3"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not isinstance(other.value, DeviceOutOfMemory)
+
+
+def test_a_step_without_memory_outside_of_user_code_is_one_too_unless_the_group_was_aborted() -> None:
+    def work() -> None:
+        raise oom()
+
+    engine = TorchEngine()
+    with pytest.raises(DeviceOutOfMemory, match="a step ran out of the device's memory"):
+        engine._guarded(work)
+    engine._aborted = lambda: True
+    with pytest.raises(PeerLost):
+        engine._guarded(work)
+
+
+def test_tensorflow() -> None:
+    import tensorflow as tf
+
+    from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
+
+    full = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[64,4096]")
+    assert isinstance(TensorFlowUserCode("the model", "rank 0").meaning(full), DeviceOutOfMemory)
+    large = tf.errors.ResourceExhaustedError(None, None, "Received message larger than max (1 vs. 2)")
+    assert not isinstance(TensorFlowUserCode("the model", "rank 0").meaning(large), DeviceOutOfMemory)
+
+
+# --- The driver -------------------------------------------------------------------------------------------------------
+
+
+def failed(story: Story, memory: PeakMemory | None = None) -> m.FinishRun | None:
+    error = DeviceOutOfMemory("the model ran out of the device's memory", where="rank 1; worker 1 on n1")
+    failure = m.CallFailure(kind="user", error=error, memory=memory)
+    generation = story.state.epoch.generation
+    story.tell(m.CallRaised(worker=1, generation=generation, verb="run", failure=failure))
+    return story.state.shutdown
+
+
+def test_it_is_not_tried_again_and_the_error_says_what_fits() -> None:
+    asked: list[Any] = []
+
+    def explain(*question: Any) -> tuple[str, str]:
+        asked.append(question)
+        return "the plan predicted 1 GiB", "take another plan"
+
+    peak = PeakMemory(allocated_bytes=5)
+    story = Story(explain_memory=explain, failures=3).running()
+    ended: Any = failed(story, peak)
+    assert asked == [(None, 1, peak)]
+    assert story.state.phase.value in ("closing", "releasing") and not story.all(m.StartWorker)
+    assert isinstance(ended.error, DeviceOutOfMemory)
+    assert str(ended.error) == (
+        "the model ran out of the device's memory; the plan predicted 1 GiB (rank 1; worker 1 on n1)\n"
+        "  -> take another plan"
+    )
+    (event,) = story.emitted(Failed)
+    assert (event.rank, event.node) == (1, "n1")
+
+
+def test_a_rank_that_lost_its_peer_first_does_not_hide_it() -> None:
+    story = Story(explain_memory=lambda *_: ("", "")).running()
+    story.raises(0, "run", "peer", PeerLost("another rank was lost"))
+    ended: Any = failed(story)
+    assert isinstance(ended.error, DeviceOutOfMemory) and ended.outcome == "failed"
+
+
+# --- What would fit ---------------------------------------------------------------------------------------------------
+
+
+def chosen(strategy: str) -> Plan:
+    return next(plan for plan in search_plans(REQUEST).plans if plan.strategy == strategy)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "sharded"])
+def test_plans_that_need_less_are_named_with_memory_and_time(strategy: str) -> None:
+    plan = chosen(strategy)
+    peak = PeakMemory(allocated_bytes=78 * GIB, reserved_bytes=79 * GIB)
+    figures, remedy = explain_out_of_memory(REQUEST, plan, None, 3, peak)
+    assert plan.estimate is not None
+    predicted = max(plan.estimate.stage_memory_bytes)
+    assert figures == (
+        f"the plan predicted {predicted / GIB:.3g} GiB of the device's 79.1 GiB, "
+        "and tensors used 78 GiB (79 GiB reserved)"
+    )
+    assert remedy.startswith("a plan that needs less memory: strategy=") and 0 < remedy.count("; or ") <= 2
+    within = plans_within(REQUEST, int(0.9 * predicted))
+    assert within and all(max(each.estimate.stage_memory_bytes) <= 0.9 * predicted for each in within if each.estimate)
+    assert any(f'strategy="{each.strategy}", plan="{each.text}"' in remedy for each in within)
+    for part in remedy.partition(": ")[2].split("; or "):
+        Plan.parse(part.partition('plan="')[2].partition('"')[0])
+
+
+def test_what_the_job_pins_does_not_hide_a_plan_that_fits() -> None:
+    plan = chosen("data_parallel")
+    pinned = replace(REQUEST, accumulation=plan.accumulation, workers=8)
+    of_pinned, of_free = (explain_out_of_memory(each, plan, None, 0, None) for each in (pinned, REQUEST))
+    assert of_pinned == of_free
+
+
+def test_where_no_plan_needs_less_the_batch_or_the_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACCELERATORS, "A100-80GB", replace(ACCELERATORS["A100-80GB"], memory_bytes=2**50))
+    small = replace(REQUEST, cluster=tw.Cluster.parse("1xA100-80GB"), batch_size=1)
+    least = search_plans(small).plans[0]
+    assert least.estimate is not None
+    tiny = replace(least, estimate=replace(least.estimate, stage_memory_bytes=(1000,)))
+    _, remedy = explain_out_of_memory(small, tiny, None, 0, None)
+    assert remedy.startswith("no plan on these nodes needs less memory: ")
+
+
+def test_nothing_is_said_without_a_prediction() -> None:
+    assert explain_out_of_memory(REQUEST, replace(chosen("sharded"), estimate=None), None, 0, None) == ("", "")
