@@ -33,7 +33,7 @@ _HEADROOM = 1.1  # shared memory must have this multiple of the state's size fre
 _PART_BYTES = 16 << 20
 _PAUSES, _PAUSE_S = 9, 2.0  # between two parts: times the time that the last one took on the network, and the most
 
-FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node
+_FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node
 
 SendPart = Callable[["MemoryPart"], object]
 
@@ -170,7 +170,7 @@ class _MemoryCheckpointWriter:
 class MemoryCheckpointReader:
     """Reads a version from this node's memory, or with `fetch` from another's. Implements `core.engine.StateReader`."""
 
-    def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
+    def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: _FetchFile) -> None:
         self._store, self._version, self._node, self._fetch = store, kept.version, node, fetch
         self.weights_only = False
         self._files: dict[str, dict[str, CheckpointFile]] = {}

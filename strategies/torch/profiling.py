@@ -36,7 +36,7 @@ from trainwright.strategies.torch.tracing.op_trace import (
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers, checkpointed_modules
-from trainwright.strategies.torch.training.train_state import sparse_problems
+from trainwright.strategies.torch.training.new_model import sparse_problems
 
 __all__ = ["check_weights", "export", "probe", "profile_model", "take_weights", "weight_bytes"]
 

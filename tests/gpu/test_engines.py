@@ -26,8 +26,8 @@ from trainwright.core.data import STEP_PHASES, Batch, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import PeerLost
 from trainwright.strategies.torch.distributed import process_group
+from trainwright.strategies.torch.step_trace import PhaseTimer
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions
-from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from tests.support.torch_engines import Net, batch, double, feed, loss, one_devi
 from trainwright.core import data
 from trainwright.core.data import SAMPLE_EVERY_EARLY, Batch, Feed, GradientScatter, StepReport
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
+from trainwright.strategies.torch.step_trace import PhaseTimer
 from trainwright.strategies.torch.training import train_state
-from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 SAMPLED = SAMPLE_EVERY_EARLY - 1  # the first step that is
 

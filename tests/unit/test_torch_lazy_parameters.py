@@ -13,7 +13,7 @@ from tests.support.torch_engines import plan, spec
 from trainwright.core.errors import PeerLost
 from trainwright.strategies.torch.ps.parameter_worker import OverlappedPull, ParameterPull, tensor_pieces
 from trainwright.strategies.torch.ps.shard_store import named_tensors, server_shards
-from trainwright.strategies.torch.training.train_state import PhaseTimer
+from trainwright.strategies.torch.step_trace import PhaseTimer
 
 GIVEN = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 

@@ -50,8 +50,8 @@ from trainwright.strategies.torch.checkpoint.initial_weights import (
     stream_safetensors,
     to_safetensors,
 )
-from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+from trainwright.strategies.torch.training.new_model import frozen_parameters
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
 _MODEL, _OPTIMIZER, _AVERAGE = "model", "optimizer", "average"

@@ -34,12 +34,6 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     return words
 
 
-def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are not trained, by each of their full names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter.detach() for name, parameter in named if not parameter.requires_grad}
-
-
 def parameter_digest(
     model: nn.Module, given: Collection[str] = (), digest: Callable[[Iterable[Tensor]], list[int]] | None = None
 ) -> int:

@@ -26,8 +26,8 @@ from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, 
 from trainwright.strategies.torch.torch_compat import tree_leaves
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.evaluation import LOSS, flat_outputs
+from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 from trainwright.strategies.torch.training.objective import JobFunctions
-from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 FRAMEWORK, LOOKS = "torch", True
 

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup, Work
 from trainwright.core.plan import Plan, section_of, stage_of_section
 from trainwright.strategies.cost_model.pipeline_schedules import Operation
 from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.step_trace import PhaseTimer
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.training.objective import MicroBatchShare
-from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 _Direction = Literal["forward", "backward"]
 _TAGS: Mapping[_Direction, int] = {"forward": 0, "backward": 1}  # over gloo, in one group

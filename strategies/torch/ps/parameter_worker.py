@@ -28,10 +28,10 @@ from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import ParameterShard, ShardSlot
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.ps.shard_store import SPARSE_REFUSED, named_tensors, persistent_buffers, server_shards
-from trainwright.strategies.torch.step_trace import span
+from trainwright.strategies.torch.step_trace import PhaseTimer, span
 from trainwright.strategies.torch.training import train_step
 from trainwright.strategies.torch.training.objective import BackwardRoots, JobFunctions, MicroBatchShare, Objective
-from trainwright.strategies.torch.training.train_state import PhaseTimer, TorchReplica
+from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import (
     StepRunner,
     StepTotals,

@@ -46,7 +46,7 @@ from trainwright.strategies.torch.training.batch_losses import (
 )
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
-from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
+from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 
 _Function = Callable[[Any, Any], Any]
 _LOSS = "loss"  # key of the loss in a dict that step= returned

@@ -8,13 +8,11 @@ on time: draining the pipeline, or dropping and repeating forwards, changes no b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,23 +24,18 @@ from trainwright.core.data import fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
-from trainwright.strategies.cost_model.plan_constraints import invalid_compile
 from trainwright.strategies.torch.checkpoint.initial_weights import (
-    StoredByName,
     base_digest,
-    fill_empty,
     load_slices,
-    match_names,
-    provide_memory,
 )
-from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
-from trainwright.strategies.torch.step_trace import span
+from trainwright.strategies.torch.step_trace import PhaseTimer, span
 from trainwright.strategies.torch.torch_errors import TorchUserCode
-from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
+from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, running_norms
 from trainwright.strategies.torch.training.deferred_init import DeferredInit
 from trainwright.strategies.torch.training.learning_rates import LearningRates
-from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
+from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, compile_model
+from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES, frozen_parameters, new_model
 from trainwright.strategies.torch.training.optimizers import (
     AveragedWeights,
     NamedOptimizers,
@@ -53,7 +46,6 @@ from trainwright.strategies.torch.training.optimizers import (
 )
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
 class _StepAttempt:
@@ -131,7 +123,7 @@ class TorchReplica:
         self.reseed(fold_seed(spec.seed, -1))
         deferred, self.start_digest = None if place is None else DeferredInit(), 0
         with nullcontext() if deferred is None else deferred.building():
-            self.model, stored = _new_model(spec, plan, where)
+            self.model, stored = new_model(spec, plan, where)
             together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
             self.synchronized = SyncedBatchNorms(self.model, where) if together else None
             if plan.recompute == "full":
@@ -345,104 +337,6 @@ def is_elementwise(spec: ModelSpec) -> bool:
     return torch.allclose(whole[0], torch.cat((parts[0], parts[1])), rtol=1e-5, atol=1e-7)
 
 
-def sparse_problems(model: nn.Module) -> list[str]:
-    """Return problems of parameters and buffers that are not strided: they cannot be saved or sent."""
-    return [
-        f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
-        "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
-        "attribute that is moved there with .to(input.device)"
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.layout != torch.strided
-    ]
-
-
-def _new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByName]:
-    """Return a new model, and what the files of initial weights give it."""
-    with TorchUserCode("model()", where):
-        model = spec.model()
-    stored = _stored_weights(model, spec, where)
-    _check_model(model, spec, plan, where)
-    _widen(model, plan)
-    return model, stored
-
-
-def _stored_weights(model: Any, spec: ModelSpec, where: str) -> StoredByName:
-    """Return what the files of initial weights give a new model, by full name; its empty tensors get memory."""
-    if spec.initial_weights is None or not isinstance(model, nn.Module):
-        return {}
-    if spec.weights is None:  # a checkpoint follows, or a trial of the functions
-        fill_empty(model)
-        return {}
-    found = match_names(model, spec.weights, where)
-    provide_memory(model, found, where)
-    return found
-
-
-def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
-    problems = []
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
-        problems.append(f"parameter {lazy[0]!r} has no shape yet: run one batch through lazy modules inside model()")
-    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
-    if empty:
-        problems.append(
-            f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
-            'torch.device("meta"), and plans shard it after that; or let initial_weights= name files of its values'
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        problems.append("the model has no parameter that requires a gradient: there is nothing to train")
-    extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
-    if extra:
-        problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
-    problems += sparse_problems(model)
-    half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
-    if half and plan.precision == "fp16":
-        problems.append(
-            f"parameter {half[0]!r} is of float16, in which small updates are lost: return the model in float32; "
-            'precision="fp16" computes in half precision where that is safe'
-        )
-    if spec.compile == "inductor":
-        again = checkpointed_buffers(model, plan.cuts) if plan.recompute == "full" else []
-        refused = invalid_compile(plan.recompute, again[0] if again else "")
-        problems += [": ".join(refused)] if refused else []
-    problems += _batch_norm_problems(model, spec, plan)
-    if problems:
-        raise JobError(problems, where=where)
-
-
-def _widen(model: nn.Module, plan: Plan) -> None:
-    """Under autocast, keep trained parameters of 16 bits in single precision: small updates would be lost."""
-    for parameter in model.parameters() if plan.precision in AUTOCAST_DTYPES else ():
-        if parameter.requires_grad and parameter.dtype in AUTOCAST_DTYPES.values():
-            parameter.data = parameter.data.float()
-
-
-def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
-    """Return why batch norms would differ from one device with a plan, unless the job accepts that."""
-    norms, ranks, together = batch_norms(model), plan.mesh.data_ranks, spec.batch_norm == "sync"
-    if not norms:
-        return []
-    problems = []
-    if ((ranks > 1 and not together) or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
-        ways = 'use GroupNorm or LayerNorm, or accept the difference with inexact=("batch_norm",)'
-        problems.append(
-            f"module {norms[0]!r} is a batch norm: {ranks} data ranks and accumulation={plan.accumulation} normalize "
-            f"smaller batches than one device would: "
-            + ("set accumulation=1, or " if together else 'set batch_norm="sync" and accumulation=1, or ')
-            + ways
-        )
-    if together and ranks > 1 and spec.compile == "inductor":
-        problems.append('batch_norm="sync" was not tested with compile="inductor": leave one of them out')
-    if ranks > 1 and plan.streamed:
-        problems.append(
-            f"module {norms[0]!r} is a batch norm: schedule={plan.schedule} begins the next step before its statistics "
-            "are averaged over the replicas: use schedule=1f1b"
-        )
-    return problems
-
-
 # --- Loss scaling for float16 -----------------------------------------------------------------------------------------
 
 
@@ -468,92 +362,6 @@ class LossScale:
     def overflowed(self) -> LossScale:
         """Return the scale after a step whose gradient was not finite: half of it."""
         return LossScale(factor=0.5 * self.factor)
-
-
-# --- Phases of a step -------------------------------------------------------------------------------------------------
-
-
-_Mark = tuple[str, Any]  # a phase and when it ended
-
-
-class PhaseTimer:
-    """Times the phases of one rank's steps.
-
-    On the CPU it reads a clock in each step. On a GPU, whose kernels a host's clock does not see, it records events in
-    some steps (FIRST, FIRST + EVERY, ...), and reads them in the step after, which has waited for the device anyway.
-    """
-
-    EVERY, FIRST = 32, 15
-
-    def __init__(self, device: torch.device) -> None:
-        self._by_clock = device.type == "cpu"
-        self._now = time.perf_counter if self._by_clock else _event
-        self._timing = self._own = False
-        self._marks: list[_Mark] = []
-        self._recorded: list[_Mark] = []
-
-    def begin(self, step: int) -> None:
-        """Start a step."""
-        self._timing = self._by_clock or step % self.EVERY == self.FIRST
-        self._marks = []
-        self._lap("")
-
-    def forward(self) -> None:
-        """End the forward of a micro-batch."""
-        self._own = False
-        self._lap("forward")
-
-    def own(self) -> None:
-        """Note that the last of this rank's own gradients of a micro-batch is computed."""
-        self._own = True
-        self._lap("backward")
-
-    def backward(self, *, reduced: bool) -> None:
-        """End the backward of a micro-batch, in which gradients were `reduced` over the ranks, or not."""
-        self._lap("backward" if not reduced else "wait" if self._own else "backward+wait")
-
-    def wait(self) -> None:
-        """End a wait for other ranks."""
-        self._lap("wait")
-
-    def optimizer(self) -> None:
-        """End the update."""
-        self._lap("optimizer")
-
-    @property
-    def own_s(self) -> float | None:
-        """Seconds that this rank took for its losses and gradients without waiting; None where not measured."""
-        if not self._by_clock:
-            return None
-        own = [end - start for (_, start), (phase, end) in pairwise(self._marks) if phase in ("forward", "backward")]
-        return sum(own) if own else None
-
-    def ended(self) -> dict[str, float] | None:
-        """Return seconds by phase of the step that ends now, on a GPU of an earlier one; None where not timed."""
-        if self._by_clock:
-            return _seconds_by_phase(self._marks)
-        marks, self._recorded = self._recorded, self._marks if self._timing else []
-        return _seconds_by_phase(marks)
-
-    def _lap(self, phase: str) -> None:
-        if self._timing:
-            self._marks.append((phase, self._now()))
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds_by_phase(marks: list[_Mark]) -> dict[str, float] | None:
-    """Seconds by phase; None for a step that did not end in an update."""
-    if not marks or marks[-1][0] != "optimizer":
-        return None
-    spent = dict.fromkeys((phase for phase, _ in marks[1:]), 0.0)
-    for (_, before), (phase, after) in pairwise(marks):
-        spent[phase] += after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
-    return spent
 
 
 # --- Local state ------------------------------------------------------------------------------------------------------
