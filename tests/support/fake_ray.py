@@ -270,9 +270,9 @@ class Driver:
         plan = Plan(
             strategy="sharded", engine="", mesh=mesh, batch_size=fleet.size, placement=WorkerResources(cpus=1.0)
         )
-        order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
+        self.order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
-        self.world = controller.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
+        self.world = controller.EffectExecutor(self.order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
         settings = RunPolicy.of(
             workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes
         )

@@ -8,15 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from trainwright.driver.messages import PreemptionNoticed
-from trainwright.runtime import preemption_watcher
+from tests.support import fake_ray
+from trainwright.driver.messages import AcquireLease, LeaseAcquired, PreemptionNoticed, SurvivingWorker
+from trainwright.runtime import controller, preemption_watcher
 from trainwright.runtime.preemption_watcher import PreemptionWatcher
+from trainwright.runtime.takeover import TakenOverActors
+from trainwright.runtime.worker_actor import WorkerSlot
 from trainwright.worker.cloud_notices import NodeNotice
 
 ENDS = NodeNotice(key="interruption", text="AWS spot interruption (stop)", left_s=90.0)
@@ -223,3 +228,34 @@ def test_a_ray_that_does_not_answer_is_told_once_and_asked_again(scene: Scene, d
     assert scene.notes == ["nodes that Ray drains are not seen: RuntimeError: no GCS"]
     assert scene.noticed == [(2, 0.0, "Ray drains its node")], "its time is over"
     watcher.close()
+
+
+# --- Workers of the previous driver -----------------------------------------------------------------------------------
+
+
+def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> None:
+    """A notice that came while the driver still reads the run's past would concern no worker that it knows."""
+    taken = threading.Event()
+
+    class Survivor(fake_ray.Actor):
+        def _called(self, method: str, *given: Any) -> fake_ray.Answer:
+            taken.set()
+            return super()._called(method, *given)
+
+    class SlowLog(fake_ray.Log):
+        def chain(self) -> tuple[()]:
+            assert taken.wait(30) and not driver.fleet.calls["notice"]
+            return ()
+
+    with fake_ray.driving(2, 1, tmp_path) as driver:
+        living = SurvivingWorker(worker=0, node="node-0", pid=1, slot=0)
+        actor = Survivor(driver.fleet, WorkerSlot(worker=0, slot=0, run="run"))
+        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", group=None)
+        log: Any = SlowLog()
+        world = controller.EffectExecutor(driver.order, log, driver.told.append, room=fake_ray.Space())  # type: ignore[arg-type]
+        with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=(survivor,))):
+            world.carry_out(AcquireLease())
+            event = world.next()
+        assert isinstance(event, LeaseAcquired) and event.living == (living,)
+        assert driver.fleet.calls["notice"] == 1
+        world.close()
