@@ -166,6 +166,26 @@ def test_what_autocast_only_casts_is_gathered_in_half_precision(pool: Pool, name
         assert_same(state, whole)
 
 
+class Sometimes(Precise):
+    """Uses a layer only where the first row of a micro-batch says so."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.least = least
+        self.spare = nn.Linear(problems.FEATURES, problems.CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs + self.spare(inputs) if inputs[0, 0] > self.least else outputs
+
+
+def test_ranks_that_see_different_casts_gather_alike(pool: Pool) -> None:
+    feeds = feeds_of(LAYOUTS["zero-2"][1].plan(PROBLEM, 2))[0]
+    firsts = [float(feed.parts[0][0].columns["x"][0, 0]) for feed in feeds]
+    job = spec(functools.partial(Sometimes, sum(firsts) / 2))
+    assert_near(trained(pool, "zero-2", job), trained(pool, "parallel", job), 1e-4)
+
+
 def test_with_the_state_in_host_memory(pool: Pool) -> None:
     found, expected = trained(pool, "zero-2", spec(), offload=True), trained(pool, "zero-2", spec())
     assert narrow(found)[0] == [True] * len(CAST) + [False] * len(READ)
