@@ -24,7 +24,8 @@ WIDTH, BLOCKS = 1024, 40
 BLOCK_BYTES = 2 * 4 * WIDTH * WIDTH
 PART_BYTES = BLOCKS * BLOCK_BYTES // 4
 HELD_BYTES = 1 << 26  # that may be in memory beside what a rank keeps
-ANSWER_S, GROUP_S = 3600.0, 1800.0  # of the large model
+HIDDEN, INNER, WORDS = 4096, 11008, 32000  # of Llama 7 B, which has 32 layers
+SLOW_S = 5400.0  # for eight ranks on two cores, each of which draws seven billion numbers three times
 
 
 class Block(nn.Module):
@@ -115,6 +116,44 @@ def test_the_state_of_a_peer_is_taken_without_another_copy(pool: Pool) -> None:
         world.every("begin_peak")
         world.settle(0, None)
         assert max(world.every("peak_bytes")) < 4 * BLOCK_BYTES
+
+
+class LlamaLayer(nn.Module):
+    """The parameters of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (HIDDEN, HIDDEN), "k": (HIDDEN, HIDDEN), "v": (HIDDEN, HIDDEN), "o": (HIDDEN, HIDDEN)}
+        sizes |= {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+        self.projections = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
+
+
+def llama(layers: int) -> nn.Module:
+    """In bfloat16, initialized twice as transformers does: by the layers themselves, and then by a normal one."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ends = nn.Embedding(WORDS, HIDDEN), nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, WORDS, bias=False)
+        model = nn.Sequential(ends[0], *(LlamaLayer() for _ in range(layers)), *ends[1:])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    return model
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * SLOW_S)
+@pytest.mark.parametrize(("layers", "room_bytes"), [(4, 8 << 30), (32, 24 << 30)], ids=["1B", "7B"])
+def test_eight_ranks_build_a_large_model_on_one_machine(pool: Pool, layers: int, room_bytes: int) -> None:
+    eight = replace(SHARDED, mesh=Mesh(shard=8))
+    with World(pool, "torch", eight, spec(functools.partial(llama, layers))) as world:
+        before = world.every("begin_peak")
+        world.form(SLOW_S, answer_s=SLOW_S)
+        peaks = world.every("peak_bytes")
+    print(f"{sum(before) / 2**30:.1f} GiB before, then at most {sum(peaks) / 2**30:.1f} GiB more: {peaks}")
+    assert sum(before) + sum(peaks) < room_bytes
 
 
 def warmed(pool: Pool, layout: Plan, small: ModelSpec) -> set[int]:

@@ -38,7 +38,7 @@ from trainwright.strategies.torch.torch_compat import (
 _log = logging.getLogger(__name__)
 _SMALLEST = 1 << 16  # bytes of a tensor whose memory is released
 _LONGEST = 256  # operations that one tensor is computed again by; its values stay where it takes more
-_SCRATCH = 4  # while model() runs: times the largest tensor, since one is initialized by way of others
+_SCRATCH = 4  # while model() runs: times the tensor at hand, since one is initialized by way of others
 _HELD_BYTES = 1 << 26  # of released tensors that may be in memory at a time
 
 _aten = torch.ops.aten
@@ -164,12 +164,10 @@ class _LargeTensors:
     """Large tensors whose values can be computed again: which of them are in memory, and how the others are computed.
 
     Attributes:
-        room_bytes: of these that may be in memory at a time.
         whole: memory of those that stay in memory, its bytes, and why.
     """
 
-    def __init__(self, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
+    def __init__(self) -> None:
         self.whole: list[tuple[weakref.ref[torch.UntypedStorage], int, str]] = []
         self._values: weakref.WeakKeyDictionary[torch.UntypedStorage, _Values] = weakref.WeakKeyDictionary()
         self._present: dict[_Values, None] = {}  # the one that was used last is the last
@@ -202,10 +200,10 @@ class _LargeTensors:
         del self._values[values.memory()]
         self.whole.append((values.storage, values.size_bytes, reason))
 
-    def release(self) -> None:
-        """Release the memory of those that were used longest ago, where there is too much."""
-        for values in [*self._present] if self._present_bytes > self.room_bytes else ():
-            if self._present_bytes <= self.room_bytes:
+    def release(self, room_bytes: int) -> None:
+        """Release the memory of those that were used longest ago, where there is more than that."""
+        for values in [*self._present] if self._present_bytes > room_bytes else ():
+            if self._present_bytes <= room_bytes:
                 return
             storage = values.storage()
             if storage is not None and len(_needed(values)) > _LONGEST:
@@ -218,6 +216,8 @@ class _LargeTensors:
 
     def provide_all(self) -> None:
         """Give all tensors that are left their values, and note nothing about them any longer."""
+        if not all(values.present for values in self._values.values()):
+            gc.collect()  # those that this rank does not keep may be in a cycle
         for values in [*self._values.values()]:
             if values.storage() is not None:
                 self.provide(values)
@@ -252,7 +252,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, held_bytes: int = _HELD_BYTES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held_bytes = held_bytes
-        self._large = _LargeTensors(held_bytes)
+        self._large = _LargeTensors()
         self._count = 0
         self._noting, self._divided = True, False
         self._inside = False  # of an operation: what it does itself is not noted
@@ -266,7 +266,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield
             finally:
                 _BUILDING.remove(self)
-                gc.collect()  # those that this rank does not keep may be in a cycle
                 with self._own():
                     self._large.provide_all()
 
@@ -281,7 +280,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             The digest of the other parameters that are trained. Large ones are not computed for it: it differs where
             they do, and may differ where equal ones came about differently.
         """
-        self._divided, self._large.room_bytes = True, self._held_bytes
+        self._divided = True
         with self._own():
             found = parameter_digest(model, loaded, lambda tensors: [self._digest(each) for each in tensors])
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -378,7 +377,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = self._operation(func, args, kwargs, generator, state, None) if noted and found else None
         for place, tensor in found:
             self._add(tensor, operation, place, func)
-        large.release()
+        sizes = [values.size_bytes for values in used] + [each.nbytes for _, each in found]
+        large.release(max(self._held_bytes, 0 if self._divided else _SCRATCH * max(sizes, default=0)))
         return made
 
     def _replaced(self, func: Any, written: Sequence[Tensor], given: Sequence[Tensor]) -> _Values | None:
@@ -416,8 +416,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = self._large.add(tensor)
         if func._overloadpacket not in _EMPTY:
             values.last = replace(operation, result=_Operand.of(tensor, values), place=place)
-        if not self._divided:
-            self._large.room_bytes = max(self._large.room_bytes, _SCRATCH * values.size_bytes)
 
 
 _BUILDING: list[DeferredInit] = []

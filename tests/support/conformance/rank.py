@@ -139,10 +139,11 @@ class Session:
             gc.freeze()
         return os.getpid()
 
-    def begin_peak(self) -> None:
-        """Count the peak of this process's memory from here."""
+    def begin_peak(self) -> int:
+        """Count the peak of this process's memory from here; the bytes that it has, and its share of common ones."""
         Path("/proc/self/clear_refs").write_text("5")
         self.memory_before = _memory_bytes("VmRSS")
+        return _memory_bytes("Pss", "smaps_rollup")
 
     def peak_bytes(self) -> int:
         """By how much memory grew at most."""
@@ -331,8 +332,8 @@ def _answer(session: Session, verb: str, arguments: tuple[Any, ...]) -> tuple[st
         return "raised", RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()
 
 
-def _memory_bytes(name: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+def _memory_bytes(name: str, file: str = "status") -> int:
+    (line,) = [line for line in Path(f"/proc/self/{file}").read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
 
 
