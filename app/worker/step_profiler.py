@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Records the chosen steps of one rank. For the thread of steps, but `save`.
+    """Records the chosen steps of one rank. For the thread of steps, but `save` and `choose`.
 
     Args:
         steps: to record, from 1.
@@ -36,8 +36,7 @@ class StepProfiler:
         self._told = False  # whether the driver knows of the finished recording, or of the trouble
 
     def choose(self, steps: range) -> None:
-        """Record these steps from now on, for another driver."""
-        self.drop()
+        """Record these steps from now on, for another driver. On any thread: `drop` follows on that of steps."""
         self._steps, self._trouble = steps, ""
 
     def step(self, number: int, tracer: Callable[[], TraceRecorder] | None) -> AbstractContextManager[None]:

@@ -238,6 +238,16 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     assert profiler.report(6, over=False) == (None, "")
 
 
+def test_another_driver_chooses_anew_and_leaves_the_profiler_to_the_thread_of_steps(recorder: type[Recorder]) -> None:
+    profiler = StepProfiler(store(), "run", range(2, 4))
+    take(profiler, range(1, 3))
+    profiler.choose(range(3, 5))
+    assert "stop" not in recorder.asked, "it comes on another thread than the recording"
+    profiler.drop()
+    take(profiler, range(3, 6))
+    assert profiler.report(5, over=False) == (range(3, 5), "")
+
+
 def test_an_engine_without_a_profiler_says_so() -> None:
     profiler = StepProfiler(store(), "run", range(2, 4))
     take(profiler, range(1, 6), None)
