@@ -202,7 +202,7 @@ def test_the_digest_tells_models_apart_without_computing_them(change: Callable[[
             MODEL = layers(2)
             if changed:
                 change()
-            MODEL.append(nn.Linear(WIDTH, WIDTH))
+            MODEL.append(nn.Linear(WIDTH, WIDTH, bias=False))
             return init.divide(MODEL)
 
     assert digest(False) == digest(False) != digest(True) == digest(True)
