@@ -350,6 +350,7 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
         size_bytes=sum(copies[rank].size_bytes for rank in state.memory.keepers),
         blocked_s=max(copies[rank].blocked_s for rank in state.memory.keepers),
         started_s=turn.now_s,
+        neighbours=state.memory.neighbours,
     )
     turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
     hold = (state.memory.kept.version,) if state.memory.kept else ()
@@ -361,7 +362,7 @@ def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
     """Note one rank's files in memory; the copy is complete after the last one."""
     memory, keeping, taken = turn.state.memory, _current_memory_copy(turn.state), event.value
     turn.change(keeping=replace(keeping, files=keeping.files + taken.files))
-    if taken.trouble and memory.neighbours:
+    if taken.trouble and memory.neighbours == keeping.neighbours and memory.neighbours and not keeping.spoiled:
         turn.change(neighbours=())
         turn.emit(Noted(text=f"copies of the state stay in the memory of their own nodes: {taken.trouble}"))
     _drop_memory_copy_owing(turn, frozenset({event.worker}))

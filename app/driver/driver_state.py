@@ -122,6 +122,7 @@ class MemoryCopy:
     # workers whose answer is missing. The next copy starts when there are none, so that each answer belongs to this
     # copy.
     owing: PersistentSet
+    neighbours: tuple[tuple[str, str], ...] = ()  # as they were when it began
     spoiled: bool = False  # whether files are lost
     files: tuple[NodeMemoryFile, ...] = ()
     size_bytes: int = 0

@@ -62,6 +62,7 @@ def drop_workers(turn: Transition, workers: Set[int]) -> None:
 
 def drop_all_workers(turn: Transition) -> None:
     """Forget all workers, because the run ends."""
+    step_traces.drop_workers(turn, frozenset(turn.state.traces.tracing), "the run ended at once")
     turn.change(rank_of=PersistentMap(), starting=PersistentSet(), spares=PersistentMap())
     turn.await_workers(())
 

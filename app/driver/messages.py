@@ -13,7 +13,7 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 | snapshot   | SnapshotRequest     | SnapshotTaken            | steps  |
 | upload     | checkpoint path     | CheckpointFile, ...      | upload |
 | keep       | MemoryCopyRequest   | MemoryCopyTaken          | keep   |
-| trace      | rank: int           | StoredTrace              | keep   |
+| trace      | rank: int           | StoredTrace              | upload |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |

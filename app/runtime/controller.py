@@ -245,7 +245,7 @@ class EffectExecutor:
         else:
             if effect.verb == "keep":
                 self._workers.guard(effect.worker)
-            aside = {"upload": actor.upload, "keep": actor.keep, "trace": actor.keep}
+            aside = {"upload": actor.upload, "keep": actor.keep, "trace": actor.upload}
             own, common = self._arguments.of(effect.argument)
             ref = aside.get(effect.verb, actor.call).remote(effect.verb, own, self._lease.token, common)
         answer = self._queue.then(ref, lambda done: self._answered(effect, done))

@@ -140,7 +140,7 @@ class WorkerCalls:
 
     @ray.method(concurrency_group="keep")
     def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """Run a verb on the thread that writes copies into memory, and traces."""
+        """Run a verb on the thread that writes copies into memory."""
         return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="watch")

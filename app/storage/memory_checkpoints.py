@@ -1,7 +1,7 @@
 """In-memory checkpoints: copies of the state in a node's shared memory, which outlive the processes that wrote them.
 
     /dev/shm/trainwright-<user>-<run>/GUARD       the process whose end makes the copies stale
-    /dev/shm/trainwright-<user>-<run>/<version>/  the files of the engine
+    /dev/shm/trainwright-<user>-<run>/<version>/  the files of the engine; in received/, those of another node
 
 The guard is the process that started the writer, under Ray the node's raylet. Every writer removes the folders whose
 guard is gone. All users may create entries in /dev/shm, so a folder is used only where it belongs to this user and is
@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright.core.engine import CheckpointFile
@@ -30,6 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"
 _HEADROOM = 1.1  # shared memory must have this multiple of the state's size free
 
+_RECEIVED = "received"  # folder of what other nodes sent, which may have the names of files of this node
 _PART_BYTES = 16 << 20
 _PAUSES, _PAUSE_S = 9, 2.0  # between two parts: times the time that the last one took on the network, and the most
 
@@ -57,8 +58,8 @@ class MemoryPart:
     version: int
     name: str
     offset: int
-    data: bytes
-    size_bytes: int  # of the whole file
+    size_bytes: int  # of this file and those that follow
+    data: bytes = b""
     hold: tuple[int, ...] = ()  # older versions that stay
 
 
@@ -100,6 +101,8 @@ class MemoryCheckpointStore:
     def read(self, version: int, name: str) -> bytes:
         """Read a file. Raises StorageError when it is missing, or another user could have written it."""
         place = self.folder / str(version) / name
+        if not os.path.lexists(place):
+            place = place.parent / _RECEIVED / name
         try:
             _make_private(self.folder)
             with open(place, "rb", opener=_open_regular_file) as file:
@@ -112,36 +115,37 @@ class MemoryCheckpointStore:
 
         The network is used for a tenth of the time, or for one part each two seconds.
         """
-        for entry in files:
+        entries = list(files)
+        left_bytes = sum(entry.size_bytes for entry in entries)
+        for entry in entries:
             place, offset = self.folder / str(version) / entry.name, 0
             with open(place, "rb", opener=_open_regular_file) as file:
                 while (data := file.read(_PART_BYTES)) or not offset:
-                    part = MemoryPart(
-                        version=version,
-                        name=entry.name,
-                        offset=offset,
-                        data=data,
-                        size_bytes=entry.size_bytes,
-                        hold=hold,
-                    )
                     begun_s = time.monotonic()
-                    send(part)
+                    about = MemoryPart(
+                        version=version, name=entry.name, offset=offset, size_bytes=left_bytes, hold=hold
+                    )
+                    send(replace(about, data=data))
                     offset += len(data) or 1
                     self._pause(min(_PAUSE_S, _PAUSES * (time.monotonic() - begun_s)))
+            left_bytes -= entry.size_bytes
 
     def receive(self, part: MemoryPart) -> None:
         """Write a part of a file of another node; the first one starts the file. Raises StorageError."""
-        place = self.folder / str(part.version) / part.name
+        place = self.folder / str(part.version) / _RECEIVED / part.name
         try:
             if not part.offset:
                 self.write(part.version, part.size_bytes, part.hold)
+                place.parent.mkdir(mode=0o700, exist_ok=True)
                 _write(place, part.data)
                 return
-            with open(place, "ab", opener=_open_regular_file) as file:
-                if file.tell() == part.offset:
+            with open(place, "r+b", opener=_open_regular_file) as file:
+                if file.seek(0, os.SEEK_END) == part.offset:
                     file.write(part.data)
                     return
                 trouble = f"it has {file.tell():,} bytes, not {part.offset:,}"
+        except FileNotFoundError:
+            trouble = "a newer version has taken its place"
         except OSError as error:
             raise _no_room(self.folder, str(error)) from error
         raise _unreadable_copy(place, trouble)

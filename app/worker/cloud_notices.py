@@ -177,23 +177,17 @@ class _Aws:
         self._http, self._clock, self._token = http, clock, ""
 
     async def notices(self) -> list[NodeNotice]:
-        """Return the interruption of a spot instance, and the recommendation that comes before it."""
-        found = []
+        """Return the interruption of a spot instance, or the recommendation that comes before it."""
         action = await self._document("/latest/meta-data/spot/instance-action")
         if action is not None:
             left_s = datetime.fromisoformat(action["time"]).timestamp() - self._clock()
-            found.append(
-                NodeNotice(
-                    key="interruption",
-                    text=f"AWS spot interruption ({action['action']})",
-                    left_s=min(max(0.0, left_s), _AWS_LEAD_S),  # clocks may differ
-                )
-            )
+            left_s = min(max(0.0, left_s), _AWS_LEAD_S)  # clocks may differ
+            return [NodeNotice(key="interruption", text=f"AWS spot interruption ({action['action']})", left_s=left_s)]
         advice = await self._document("/latest/meta-data/events/recommendations/rebalance")
         if advice is not None:
             text = f"AWS recommends to leave this spot instance (rebalance recommendation of {advice['noticeTime']})"
-            found.append(NodeNotice(key="rebalance", text=text, avoid=True))
-        return found
+            return [NodeNotice(key="rebalance", text=text, avoid=True)]
+        return []
 
     async def _document(self, path: str) -> Any:
         """Return a JSON document; None if it is not there."""
@@ -219,19 +213,18 @@ class _GoogleCloud:
         self._http = http
 
     async def notices(self) -> list[NodeNotice]:
-        """Return the preemption of a spot machine, and maintenance of the host."""
-        found = []
+        """Return the preemption of a spot machine, or maintenance of the host."""
         if await self._value("preempted", ("TRUE", "FALSE")) == "TRUE":
-            found.append(NodeNotice(key="preempted", text="Google Cloud preemption", left_s=_GOOGLE_LEAD_S))
+            return [NodeNotice(key="preempted", text="Google Cloud preemption", left_s=_GOOGLE_LEAD_S)]
         ends, moves = "TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"
         maintenance = await self._value("maintenance-event", ("NONE", ends, moves))
         if maintenance == ends:
             text = "Google Cloud stops the machine for host maintenance"
-            found.append(NodeNotice(key=ends, text=text, left_s=_GOOGLE_MAINTENANCE_LEAD_S))
-        elif maintenance == moves:
+            return [NodeNotice(key=ends, text=text, left_s=_GOOGLE_MAINTENANCE_LEAD_S)]
+        if maintenance == moves:
             text = "Google Cloud moves the running machine to another host; steps may be slow for a while"
-            found.append(NodeNotice(key=moves, text=text))
-        return found
+            return [NodeNotice(key=moves, text=text)]
+        return []
 
     async def _value(self, name: str, values: tuple[str, ...]) -> str:
         """Return a value of the instance. Raises ValueError if it is none of `values`."""

@@ -37,7 +37,9 @@ class StepProfiler:
 
     def choose(self, steps: range) -> None:
         """Record these steps from now on, for another driver. On any thread: `drop` follows on that of steps."""
-        self._steps, self._trouble = steps, ""
+        self._trouble, self._told = "", False
+        if steps != self._steps:
+            self._steps, self._finished = steps, None
 
     def step(self, number: int, tracer: Callable[[], TraceRecorder] | None) -> AbstractContextManager[None]:
         """Return the context of a step, which is recorded if it was chosen.

@@ -710,6 +710,7 @@ class StateCopies:
         copy, save = self._snapshots.pop("keep")
         writer = self._memory.write(wanted.version, copy.size_bytes, wanted.hold)
         save(copy, writer)
+        del copy, save  # its memory is for the next snapshot
         nodes, trouble = [self._node], ""
         neighbour = dict(wanted.neighbours).get(self._node)
         if neighbour is not None:

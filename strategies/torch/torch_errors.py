@@ -17,9 +17,14 @@ _LOST = re.compile(
     r"Socket Timeout|wait timeout"
 )
 
-_NO_MEMORY, _ASSERTION = "out of memory", "device-side assert"
-# What the libraries report of a device that failed in or before their call, as a RuntimeError.
-_FAILED_CALL = re.compile(r"(CU|HIP)\w+_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)")
+_ASSERTION = "device-side assert"
+# Errors of CUDA and HIP after which each later call on the device fails, and of their libraries where a device failed.
+_STICKY = re.compile(
+    r"(CUDA|HIP) error: .*(illegal (memory access|instruction)|misaligned address|invalid program counter|"
+    r"address space|ECC error|launch failure|launch timed out|hardware (stack )?error|(?i:nvlink)|busy or unavailable|"
+    r"no (CUDA|ROCm)-capable device|unknown error)|"
+    r"(CU|HIP)\w+_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)"
+)
 
 
 class TorchUserCode(UserCode):
@@ -36,8 +41,7 @@ class TorchUserCode(UserCode):
 
     def meaning(self, error: BaseException) -> TrainwrightError:
         """Return the error that an exception stands for; for the compiler's own, say how to do without it."""
-        failed = None if _ASSERTION in str(error) else device_error(error, self.where)
-        if failed is not None:
+        if (failed := _device_error(error, self.where)) is not None:
             return failed
         if not type(error).__module__.startswith(COMPILER_PACKAGES):
             return super().meaning(error)
@@ -60,14 +64,18 @@ class TorchUserCode(UserCode):
         return super().remedy(error)
 
 
-def device_error(error: BaseException, where: str) -> DeviceError | None:
-    """Return the DeviceError for an exception after which the process cannot use its accelerator; None for others.
+def sticky_error(error: BaseException, where: str) -> TrainwrightError | None:
+    """Return what an exception means after which the process cannot use its accelerator; None for others.
 
-    Such an error is sticky: every later call on the device raises it. Too little memory is not.
+    It is raised by later calls too, so that it may come up anywhere. An assertion of a kernel is an error of user code.
     """
-    text = str(error)
-    lost = isinstance(error, torch.AcceleratorError) and _NO_MEMORY not in text
-    if not lost and not (isinstance(error, RuntimeError) and _FAILED_CALL.search(text)):
+    if isinstance(error, RuntimeError) and _ASSERTION in str(error):
+        return TorchUserCode("a step", where).meaning(error)
+    return _device_error(error, where)
+
+
+def _device_error(error: BaseException, where: str) -> DeviceError | None:
+    if not isinstance(error, RuntimeError) or not _STICKY.search(str(error)):
         return None
     return DeviceError(
         f"the accelerator failed: {first_line(error)}",

@@ -144,7 +144,7 @@ CALLS: dict[str, dict[str, tuple[Any, ...]]] = {  # with the token of a driver b
     },
     "keeper": {"beat": (0,), "end": (0,), "seal": (b"", 0), "adopt": (0,), "remove": (0,)},
 }  # fmt: skip
-LATE = {"notice"}  # answers when its worker is told to go
+LATE = {"notice", "node_notice"}  # answer when a worker or its node is told to go
 
 
 def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(

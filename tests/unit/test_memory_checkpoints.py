@@ -201,6 +201,14 @@ def test_a_neighbour_without_room_is_told_once_and_the_copies_stay_on_their_node
     assert not paused(story, 9).calls("keep")[0].argument.neighbours
 
 
+def test_trouble_with_a_neighbour_that_was_lost_is_none_of_the_next_ones() -> None:
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    paused(story, 7).tell(m.WorkerDied(worker=1, cause="killed"))
+    story.returns("keep", replace(TAKEN, trouble="n1: the memory of n1 cannot be reached"), workers=[0])
+    assert story.state.memory.neighbours and not story.emitted(events.Noted)
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +257,7 @@ def test_a_neighbour_has_the_same_files_and_the_network_is_used_a_tenth_of_the_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_checkpoints, "_PART_BYTES", 2)
-    clock, paused_s = [0.0], []
+    clock, paused_s, sizes = [0.0], [], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     here, there = (
         MemoryCheckpointStore("s3://b/run", tmp_path / name, pause=paused_s.append) for name in ("here", "there")
@@ -257,24 +265,31 @@ def test_a_neighbour_has_the_same_files_and_the_network_is_used_a_tenth_of_the_t
     for store in (here, there):
         store.folder.parent.mkdir()
     there.write(1, 1, hold=()).write("state", b"old")
-    there.write(2, 1, hold=(1,)).write("own", b"of its own rank")
+    mine = there.write(2, 1, hold=(1,))
+    mine.write("own", b"of its own rank")
+    mine.write("both", b"of its own rank too")
     writer = here.write(2, 5, hold=(1,))
-    for name, data in (("state", b"12345"), ("even", b"1234"), ("empty", b"")):
+    for name, data in (("state", b"12345"), ("even", b"1234"), ("empty", b""), ("both", b"x")):
         writer.write(name, data)
 
     def send(part: MemoryPart) -> None:
+        sizes.append(part.size_bytes)
         clock[0] += 1.0 if part.name == "even" else 0.125
         there.receive(part)
 
     here.send(2, writer.entries, (1,), send)
     assert [there.read(2, name) for name in ("state", "even", "empty")] == [b"12345", b"1234", b""]
     assert (there.read(1, "state"), there.read(2, "own")) == (b"old", b"of its own rank")
-    assert paused_s == [9 / 8] * 3 + [2.0] * 2 + [9 / 8]
+    assert there.read(2, "both") == b"of its own rank too", "another node's does not take its place"
+    assert paused_s == [9 / 8] * 3 + [2.0] * 2 + [9 / 8] * 2
+    assert sizes == [10, 10, 10, 5, 5, 1, 1], "what is left, so that all of it has room"
     late = MemoryPart(version=2, name="state", offset=4, data=b"5", size_bytes=5)
     with pytest.raises(StorageError, match="it has 5 bytes, not 4"):
         there.receive(late)
     with pytest.raises(StorageError, match="bytes are needed"):
         there.receive(replace(late, offset=0, size_bytes=1 << 60))
+    with pytest.raises(StorageError, match="a newer version has taken its place"):
+        there.receive(replace(late, name="gone"))
 
 
 def test_a_state_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:

@@ -89,6 +89,14 @@ def test_the_end_of_the_run_waits_for_traces_but_not_for_ever() -> None:
         assert any("was dropped: it was not written within" in text for text in notes(story)) is late
 
 
+def test_a_stop_at_once_waits_for_no_trace() -> None:
+    story = Story(profile=range(2, 4)).running()
+    story.returns("run", m.SegmentReport(step=3, traced=range(2, 4)))
+    story.tell(m.StopRequested(now=True))
+    assert "trace" not in story.state.timers and not story.state.traces.tracing
+    assert [text for text in notes(story) if "the run ended at once" in text]
+
+
 def test_a_lost_process_and_a_broken_store_cost_only_the_trace() -> None:
     story = Story(profile=range(2, 4)).running()
     story.returns("run", m.SegmentReport(step=3, traced=range(2, 4)))
@@ -246,6 +254,20 @@ def test_another_driver_chooses_anew_and_leaves_the_profiler_to_the_thread_of_st
     profiler.drop()
     take(profiler, range(3, 6))
     assert profiler.report(5, over=False) == (range(3, 5), "")
+
+
+def test_another_driver_hears_of_a_recording_that_is_finished_and_drops_one_of_other_steps(
+    recorder: type[Recorder],
+) -> None:
+    for steps, told in ((range(2, 4), range(2, 4)), (range(5, 6), None)):
+        profiler = StepProfiler(store(), "run", range(2, 4))
+        take(profiler, range(1, 4))
+        assert profiler.report(3, over=False) == (range(2, 4), "")
+        profiler.choose(steps)
+        profiler.drop()
+        assert profiler.report(4, over=False) == (told, "")
+    take(profiler, range(4, 7))
+    assert profiler.report(6, over=False) == (range(5, 6), "")
 
 
 def test_an_engine_without_a_profiler_says_so() -> None:

@@ -28,6 +28,8 @@ ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might 
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), DeviceError, "CUDNN"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling cublasSgemm"), UserCodeError, "INVALID"),
         (torch.AcceleratorError("CUDA error: out of memory"), UserCodeError, "out of memory"),
+        (torch.AcceleratorError("CUDA error: invalid configuration argument"), UserCodeError, "configuration"),
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution"), UserCodeError, "kernel"),
         (torch.AcceleratorError(ASSERTION), UserCodeError, "a label outside the classes"),
         (RuntimeError("shape '[3]' is invalid for input of size 4"), UserCodeError, "shape"),
     ],
@@ -39,6 +41,17 @@ def test_an_error_of_the_device_is_told_from_one_of_the_users_code(
     with pytest.raises(TrainwrightError) as caught, TorchUserCode("step", "rank 1"):
         raise error
     assert type(caught.value) is kind and caught.value.where == "rank 1" and said in caught.value.summary
+
+
+@pytest.mark.parametrize(("text", "kind"), [(ILLEGAL, DeviceError), (ASSERTION, UserCodeError)])
+def test_outside_of_user_code_an_assertion_of_a_kernel_is_still_the_users(
+    text: str, kind: type[TrainwrightError]
+) -> None:
+    def reduced() -> NoReturn:
+        raise torch.AcceleratorError(text)
+
+    with pytest.raises(kind):
+        OneDevice()._guarded(reduced)
 
 
 def _raiser(error: Exception) -> Callable[[], NoReturn]:
@@ -61,14 +74,17 @@ def test_after_an_abort_a_broken_device_is_no_lost_peer(
         engine._guarded(_raiser(error))
 
 
-def test_a_rank_whose_device_is_broken_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text", "kind"), [(ILLEGAL, DeviceError), (ASSERTION, UserCodeError)])
+def test_a_rank_whose_device_is_broken_joins_no_group(
+    text: str, kind: type[TrainwrightError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(device: torch.device) -> NoReturn:
-        raise torch.AcceleratorError(ILLEGAL)
+        raise torch.AcceleratorError(text)
 
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     member = ProcessGroupHandle()
     peer = Peer(rank=0, address=member.reserve())
     group = Group(generation=Generation(token=1, number=1), rank=0, peers=(peer,), deadline_s=20.0)
-    with pytest.raises(DeviceError, match="illegal memory access") as caught:
+    with pytest.raises(kind, match=text[:20]) as caught:
         member.join(group, torch.device("cuda"))
     assert caught.value.where == "rank 0" and not torch.distributed.is_initialized()

@@ -16,9 +16,9 @@ from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import Net, batch, double, feed, loss, one_device, plan, saved, spec
 from trainwright.core import data
 from trainwright.core.data import SAMPLE_EVERY_EARLY, Batch, Feed, GradientScatter, StepReport
+from trainwright.strategies.torch import step_trace
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.step_trace import PhaseTimer
-from trainwright.strategies.torch.training import train_state
 
 SAMPLED = SAMPLE_EVERY_EARLY - 1  # the first step that is
 
@@ -188,7 +188,7 @@ class Event:
 
 
 def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_state, "_event", Event)
+    monkeypatch.setattr(step_trace, "_event", Event)
     timer, found = PhaseTimer(torch.device("cuda")), {}
     for step in range(PhaseTimer.FIRST + PhaseTimer.EVERY + 2):
         timer.begin(step)

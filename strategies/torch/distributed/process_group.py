@@ -35,11 +35,11 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainwright.core.errors import DeviceError, PeerLost
+from trainwright.core.errors import PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import abort_groups, process_groups, reset_group_count
-from trainwright.strategies.torch.torch_errors import clear_frames, device_error
+from trainwright.strategies.torch.torch_errors import clear_frames, sticky_error
 
 _BACKENDS = {"cuda": "nccl"}  # by type of device; gloo for all others
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -87,11 +87,11 @@ class ProcessGroupHandle:
     def join(self, group: Group, device: torch.device) -> None:
         """Form the process group; every member calls it.
 
-        Raises PeerLost where it does not form by the deadline, or before it is interrupted, and DeviceError where an
-        error of this rank's device was the reason for the last interruption.
+        Raises PeerLost where it does not form by the deadline, or before it is interrupted. Raises DeviceError, or
+        UserCodeError, where an error of this rank's device was the reason for the last interruption.
         """
         self._end()
-        failure: DeviceError | PeerLost | None = None
+        failure: TrainwrightError | None = None
         try:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -99,7 +99,7 @@ class ProcessGroupHandle:
             self._join(group, device)
         except (RuntimeError, OSError) as error:
             until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
-            failure = device_error(error, f"rank {group.rank}") or PeerLost(
+            failure = sticky_error(error, f"rank {group.rank}") or PeerLost(
                 f"the group of {group.size} did not form {until}: {str(error).splitlines()[0]}",
                 where=f"rank {group.rank}",
                 remedy="look at the rank that failed first",

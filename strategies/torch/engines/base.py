@@ -20,7 +20,7 @@ from trainwright.core.topology import Address, Capabilities, Generation, Group, 
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.step_trace import TorchTraceRecorder
-from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames, device_error
+from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames, sticky_error
 from trainwright.strategies.torch.training import evaluation, train_step
 from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
@@ -196,7 +196,7 @@ class _ReplicaEngine:
                 failure = peer_lost_error(error, self._where)
                 clear_frames(error)
         except RuntimeError as error:
-            failed = device_error(error, self._where)
+            failed = sticky_error(error, self._where)
             if failed is not None:
                 failure = failed
             elif self._aborted() or TorchUserCode.lost_peer(error):
