@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from trainwright.core.errors import escape_control_characters
+from trainwright.core.formatting import size
 
 _KINDS: dict[str, type[Event]] = {}
 _RENAMED = {"failed": "failure"}  # a class that gets another name needs its former one here: files hold it
@@ -357,7 +358,7 @@ class TraceWritten(Event):
     def text(self) -> str:
         """`trace of rank 0 (node-a): steps 20 to 24, profile/steps-20-24/rank-0.trace.json.gz (1.2 MiB)`."""
         place = f" ({self.node})" if self.node else ""
-        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({self.size_bytes / 2**20:.2g} MiB)"
+        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({size(self.size_bytes)})"
 
     @property
     def folder(self) -> str:

@@ -69,7 +69,7 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
             explained.add(parts[0])
         elif parts[0] not in explained:
             field = f"{'.'.join(part for part in parts if not _ALTERNATIVE.match(part))}={item['input']!r}"
-            said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+            said = str(cause) if item["type"] == "value_error" else f"{item['msg'][0].lower()}{item['msg'][1:]}"
             if item["type"] == "literal_error":
                 said = nearest(str(item["input"]), _LITERAL.findall(item["ctx"]["expected"]))
             wrong[field] = f"{wrong[field]}, or {said}" if field in wrong else said
@@ -103,8 +103,10 @@ def _parse_steps(given: Any) -> range:
         steps = range(start, int(parts[2]) if parts[2] else start + 1)
     else:
         raise ValueError("give steps as START:STOP, such as 20:25 for steps 20 to 24, or one step, such as 20")
-    if steps.start < 1 or not steps:
-        raise ValueError("steps are numbered from 1, and STOP is not included: 20:25 is steps 20 to 24")
+    if steps.start < 1:
+        raise ValueError("steps are numbered from 1: 20:25 is steps 20 to 24")
+    if not steps:
+        raise ValueError("STOP must be greater than START, since it is not included: 20:25 is steps 20 to 24")
     if len(steps) > _MOST_STEPS:
         raise ValueError(f"give {_MOST_STEPS} steps at most: a trace of all their operations is held in memory")
     return steps

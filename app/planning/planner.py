@@ -88,8 +88,8 @@ def _untraced(profile: ModelProfile) -> tuple[str, ...]:
 def _narrow(profile: ModelProfile, job: Job) -> Iterator[str]:
     """Note that an optimizer works on parameters of 16 bits."""
     if profile.narrow and job.training.precision == "fp32":
-        why = "of 16 bits, in which small updates are lost"
-        yield f'parameter {profile.narrow!r} is {why}: precision="bf16" trains it in float32, and computes in bfloat16'
+        why = "small updates are lost in 16 bits"
+        yield f'parameter {profile.narrow!r} is stored in 16 bits; {why}: precision="bf16" keeps such ones in float32'
 
 
 def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
@@ -136,6 +136,8 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
         )
     if _asks_async(pins) and not STRATEGIES[strategy].asynchronous:
         others = " or ".join(name for name, other in suited.items() if other.asynchronous)
+        if strategy == "sharded" and pins.choices.get("wire") == "bf16":
+            others = f"plan=, such as plan='dp=2,zero=2,wire=bf16', for gradients that are reduced in bf16; or {others}"
         raise PlanError(
             f"{pins} is for workers that step alone, and strategy={strategy!r} has them step together",
             where="strategy",

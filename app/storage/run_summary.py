@@ -511,7 +511,8 @@ class RunSummary:
             case MemoryMeasured():
                 self.memory = event
             case TraceWritten():
-                self.traces[event.path] = event
+                traces = {**self.traces, event.path: event}
+                self.traces = dict(sorted(traces.items(), key=lambda item: (item[1].first, item[1].rank)))
             case Judged():
                 self.judged = event
                 return  # it comes after the session

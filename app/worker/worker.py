@@ -323,12 +323,12 @@ class Worker:
         while (unit := engine.lease(first)) is not None:
             begun = time.perf_counter()
             for feed in units.feeds(unit):
-                fed = time.perf_counter()
+                wait_s = time.perf_counter() - begun
                 with self._profiler.step(feed.step + 1, self._engine.capabilities.tracer):
+                    fed = time.perf_counter()  # a profiler may have started first, for seconds
                     report = self._passing.step(self._engine, self._job, feed)
-                now = time.perf_counter()
-                self._meter.add(report, step_s=now - begun, wait_s=fed - begun)
-                begun = now
+                begun = time.perf_counter()
+                self._meter.add(report, step_s=wait_s + begun - fed, wait_s=wait_s)
             self._step = max(self._step, unit.step + unit.steps)
 
     def _step_together(self, until: int, metrics: Mapping[str, float] | None) -> tuple[bool, bool]:
@@ -339,8 +339,8 @@ class Worker:
         """
         stopped = finished = False
         while self._step < until and not (stopped or finished):
-            begun = time.perf_counter()
             with self._profiler.step(self._step + 1, self._engine.capabilities.tracer):
+                begun = time.perf_counter()  # a profiler may have started first, for seconds
                 with self._profiler.span("data wait"):
                     feed = self._feeds.next(until)
                 fed = time.perf_counter()

@@ -250,8 +250,8 @@ def test_a_models_state_is_kept_by_the_host_only_where_nothing_else_fits() -> No
 
 def test_parameters_of_16_bits_are_noted_where_they_are_trained_as_they_are() -> None:
     profile = replace(PROFILE, narrow="layers.0.weight")
-    assert any("'layers.0.weight' is of 16 bits" in note for note in decide(profile=profile).chosen.notes)
-    assert not any("of 16 bits" in note for note in decide(profile=profile, precision="bf16").chosen.notes)
+    assert any("'layers.0.weight' is stored in 16 bits" in note for note in decide(profile=profile).chosen.notes)
+    assert not any("16 bits" in note for note in decide(profile=profile, precision="bf16").chosen.notes)
 
 
 def test_fp16_is_for_models_of_torch() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +14,9 @@ import pytest
 import torch
 
 from tests.support.driver_harness import FILES, HEAD, Story
+from tests.support.scripted_engine import ScriptedEngine, join, scripted_worker
 from tests.support.work_orders import table_job
+from trainwright.core.data import Feed, StepReport
 from trainwright.core.errors import JobError, PeerLost, StorageError
 from trainwright.core.events import Noted, RunStarted, TraceWritten
 from trainwright.core.topology import StateTag
@@ -268,6 +272,30 @@ def test_another_driver_hears_of_a_recording_that_is_finished_and_drops_one_of_o
         assert profiler.report(4, over=False) == (told, "")
     take(profiler, range(4, 7))
     assert profiler.report(6, over=False) == (range(5, 6), "")
+
+
+def test_the_start_of_the_profiler_is_no_time_that_a_step_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds, which would be taken for slow data."""
+    clock = [0.0]
+
+    @contextmanager
+    def slow_start(self: StepProfiler, number: int, tracer: object) -> Iterator[None]:
+        clock[0] += 5.0
+        yield
+
+    def train_step(engine: object, feed: Feed) -> StepReport:
+        clock[0] += 1.0
+        return StepReport(step=feed.step + 1, loss=1.0, weight=1.0, learning_rate=0.1)
+
+    monkeypatch.setattr(StepProfiler, "step", slow_start)
+    monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
+    worker = scripted_worker(monkeypatch, table_job())
+    join(worker)
+    worker.heal(m.RestorePlan(step=0, source="initial"))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    worker.run(m.RunRequest(steps=range(2)))
+    steps = worker.watch(0, 0.0)
+    assert (steps.step_s, steps.wait_s) == ([1.0] * 2, [0.0] * 2)
 
 
 def test_an_engine_without_a_profiler_says_so() -> None:
