@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -91,6 +92,8 @@ def test_a_lost_node_with_the_only_stage_of_its_kind_costs_no_checkpoint(tmp_pat
         driver = head.start(*fit, files["faulty"], env={"RAY_ADDRESS": cluster})
         processes.wait_until((tmp_path / "waits").exists, driver)
         _start_node(third, addresses[2], stack, f"--address={cluster}")
+        # The network of a lost machine stays, since the head's end of the cable would go with it.
+        stack.callback(os.close, os.open(f"/proc/{other.holder}/ns/net", os.O_RDONLY))
         other.end()
         (tmp_path / "lost").touch()
         said, _ = driver.communicate(timeout=120)
