@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from trainwright.core.errors import escape_control_characters
-from trainwright.core.formatting import size
 
 _KINDS: dict[str, type[Event]] = {}
 _RENAMED = {"failed": "failure"}  # a class that gets another name needs its former one here: files hold it
@@ -358,7 +357,9 @@ class TraceWritten(Event):
     def text(self) -> str:
         """`trace of rank 0 (node-a): steps 20 to 24, profile/steps-20-24/rank-0.trace.json.gz (1.2 MiB)`."""
         place = f" ({self.node})" if self.node else ""
-        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({size(self.size_bytes)})"
+        mib = self.size_bytes / 2**20
+        size = f"{mib:,.1f} MiB" if mib >= 1 else f"{mib * 2**10:,.1f} KiB"
+        return f"trace of rank {self.rank}{place}: {self.steps}, {self.path} ({size})"
 
     @property
     def folder(self) -> str:
