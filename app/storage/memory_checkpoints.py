@@ -57,8 +57,8 @@ class MemoryPart:
 
     version: int
     name: str
-    offset: int
     size_bytes: int  # of this file and those that follow
+    offset: int = 0
     data: bytes = b""
     hold: tuple[int, ...] = ()  # older versions that stay
 
@@ -119,13 +119,11 @@ class MemoryCheckpointStore:
         left_bytes = sum(entry.size_bytes for entry in entries)
         for entry in entries:
             place, offset = self.folder / str(version) / entry.name, 0
+            about = MemoryPart(version=version, name=entry.name, size_bytes=left_bytes, hold=hold)
             with open(place, "rb", opener=_open_regular_file) as file:
                 while (data := file.read(_PART_BYTES)) or not offset:
                     begun_s = time.monotonic()
-                    about = MemoryPart(
-                        version=version, name=entry.name, offset=offset, size_bytes=left_bytes, hold=hold
-                    )
-                    send(replace(about, data=data))
+                    send(replace(about, offset=offset, data=data))
                     offset += len(data) or 1
                     self._pause(min(_PAUSE_S, _PAUSES * (time.monotonic() - begun_s)))
             left_bytes -= entry.size_bytes
