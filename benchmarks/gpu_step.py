@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from duel import BLOCK, Loop, blocks, turns_of
+from duel import BLOCK, Loop, Turns, blocks, turns_of
 from figures import Figure, compare, versus
 from party import Seat, decided, machine, order_of, together
 from problem import job
@@ -25,7 +25,8 @@ from trainwright.strategies.torch.profiling import probe
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
-BATCH = 8
+BATCH, PAIRS = 8, 4
+EPOCHS = 250  # of four batches; more than are measured
 MEMORY_TARGET = 1.15
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -55,7 +56,7 @@ NOTE = (
     f"parameters in float32, computed under bf16 autocast, AdamW, {BATCH} rows of {FULL.tokens} tokens, one process, "
     "one GPU, no Ray. The same process holds the plan's worker (its own loop, data stream, engine and records, which "
     "reads the loss of each step) and a loop by hand, which reads none until a block ends; they take turns with blocks "
-    f"of {BLOCK} steps. "
+    f'of {BLOCK} steps. `both compiled`: `compile="inductor"`, and `Module.compile()` by hand. '
     "`share of the peak` is 6 operations for each parameter but the tables' and each token, and 6 for each pair of "
     "tokens of causal attention and number of the width, over time and the data sheet's bf16 rate. Memory is the most "
     "that torch's allocator had given out in steps of the worker alone, beside the plan's estimate; the probe's rates "
@@ -101,25 +102,41 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark; those of a smoke run may be of the CPU."""
     if not (ON_GPU or smoke):
         raise SystemExit("gpu_step measures a GPU, and torch finds none here; --smoke runs a small model on the CPU")
-    size, turns, sheet = SMOKE if smoke else FULL, turns_of(8, smoke=smoke), _sheet()
-    wanted = job(
-        folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(_words(size)),
-        batch_size=BATCH, epochs=-(-turns.total // 4), workers=1, strategy="one_device", precision="bf16",
-    )  # fmt: skip
-    decision = decided(wanted, tw.Cluster.parse(f"1x{sheet.name}") if ON_GPU else machine(1))
-    assert decision.chosen.estimate is not None, "every plan of torch's has one"
-    order = order_of(wanted, decision)
-    ((ours, plain),) = together(order, partial(blocks, by_hand=partial(_by_hand, size), turns=turns))
-    times = [[1e3 * block.whole_s / turns.steps for block in found] for found in (ours, plain)]
+    size, found = SMOKE if smoke else FULL, sheet()
     what = "whole block per step, against a loop by hand"
-    peaks = [[100 * size.operations / (each / 1e3) / sheet.rate("bf16") for each in one] for one in times]
-    (estimated,) = decision.chosen.estimate.stage_memory_bytes
-    return [
-        compare("gpu_step", what, "ms", *times, target=1.05, strict=True),
+    order, estimated_bytes = _order(folder, size, found, compiled=False)
+    times = _block_ms(order, size, turns_of(PAIRS, smoke=smoke), compiled=False)
+    peaks = [[100 * size.operations / (each / 1e3) / found.rate("bf16") for each in one] for one in times]
+    figures = [
+        compare("gpu_step", what, "ms", *times, target=1.02, strict=True),
         compare("gpu_step", "share of the peak", "%", *peaks, ratio=False),
-        *_memory(order, estimated),
-        *_probed(sheet),
+        *_memory(order, estimated_bytes),
     ]
+    if ON_GPU:
+        order, _ = _order(folder, size, found, compiled=True)
+        times = _block_ms(order, size, turns_of(PAIRS, smoke=smoke), compiled=True)
+        figures.insert(1, compare("gpu_step", f"{what}, both compiled", "ms", *times, target=1.02, strict=True))
+    return figures + _probed(found)
+
+
+def _order(folder: Path, size: Size, accelerator: Accelerator, *, compiled: bool) -> tuple[WorkerConfig, float]:
+    """What the driver would give its worker, and the bytes that the plan needs."""
+    wanted = job(
+        folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(words(size)),
+        batch_size=BATCH, epochs=EPOCHS, workers=1, strategy="one_device", precision="bf16",
+        compile="inductor" if compiled else "auto",
+    )  # fmt: skip
+    decision = decided(wanted, tw.Cluster.parse(f"1x{accelerator.name}") if ON_GPU else machine(1))
+    assert decision.chosen.estimate is not None, "every plan of torch's has one"
+    (estimated_bytes,) = decision.chosen.estimate.stage_memory_bytes
+    return order_of(wanted, decision), estimated_bytes
+
+
+def _block_ms(order: WorkerConfig, size: Size, turns: Turns, *, compiled: bool) -> list[list[float]]:
+    """Milliseconds per step of each block, of ours and of the loop by hand."""
+    by_hand = partial(_by_hand, size, compiled)
+    ((ours, plain),) = together(order, partial(blocks, by_hand=by_hand, turns=turns))
+    return [[1e3 * block.whole_s / turns.steps for block in found] for found in (ours, plain)]
 
 
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -132,13 +149,13 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-5)
 
 
-def _words(size: Size) -> dict[str, Any]:
+def words(size: Size) -> dict[str, Any]:
     """Four batches of random words, each with the word after it."""
     words = np.random.default_rng(0).integers(0, size.words, (4 * BATCH, size.tokens + 1))
     return {"x": words[:, :-1].copy(), "y": words[:, 1:].copy()}
 
 
-def _sheet() -> Accelerator:
+def sheet() -> Accelerator:
     """The data sheet of the GPU; what a probe finds where there is no data sheet or no GPU."""
     if not ON_GPU:
         return probe("CPU", DEVICE)
@@ -164,8 +181,8 @@ def _peak(seat: Seat) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _by_hand(size: Size, _worker: Worker, _rank: int) -> Loop:
-    return ByHand(size).run
+def _by_hand(size: Size, compiled: bool, _worker: Worker, _rank: int) -> Loop:
+    return ByHand(size, compiled=compiled).run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +196,12 @@ class Tensors:
 class ByHand:
     """A training loop as torch's tutorials have it."""
 
-    def __init__(self, size: Size) -> None:
-        self._model = Decoder(size).to(DEVICE)
+    def __init__(self, size: Size, *, compiled: bool) -> None:
+        self._model: nn.Module = Decoder(size).to(DEVICE)
+        if compiled:
+            self._model.compile()
         self._optimizer = adam(self._model.parameters())
-        columns = {name: torch.from_numpy(column) for name, column in _words(size).items()}
+        columns = {name: torch.from_numpy(column) for name, column in words(size).items()}
         if ON_GPU:
             columns = {name: column.pin_memory() for name, column in columns.items()}
         self._batches = [

@@ -83,6 +83,7 @@ BENCHMARKS = {
     "distilling": Benchmark(deadline_s=900),
     "distilled": Benchmark(deadline_s=1200),
     "gpu_step": Benchmark(deadline_s=540, gpu=True),
+    "gpu_recovery": Benchmark(deadline_s=420, gpu=True),
 }
 
 

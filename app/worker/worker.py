@@ -33,6 +33,7 @@ from trainwright.core.data import (
     PeakMemory,
     PhaseTimes,
     StepReport,
+    first_rows,
     zero_weight,
 )
 from trainwright.core.engine import (
@@ -82,6 +83,7 @@ from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
 _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
+_REHEARSED_ROWS = 2  # of each micro-batch, instead of an accelerator; batch norm refuses one
 
 
 class Worker:
@@ -140,7 +142,10 @@ class Worker:
         peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
-        self._engine.warm(self._feeds.training.warm_feed(0))
+        feed = self._feeds.training.warm_feed(0)
+        if self._plan.placement.accelerator:  # a CPU could take minutes for the batch of one
+            feed = first_rows(feed, _REHEARSED_ROWS)
+        self._engine.warm(feed)
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:

@@ -34,7 +34,8 @@ class TorchTraceRecorder:
     def start(self) -> None:
         """Start to record."""
         global _recording
-        recorded = profile(record_shapes=False)  # by default, all kinds of devices that there are
+        # By default, all kinds of devices that there are. Without `acc_events` torch 2.11 warns that it clears events.
+        recorded = profile(record_shapes=False, acc_events=True)
         recorded.start()
         self._profile, _recording = recorded, True
 

@@ -257,7 +257,7 @@ def test_copies_run_beside_the_step_before() -> None:
             assert prefetcher is not None
             feeds = [feed(step) for step in range(8)]
             lone.engine.warm(feeds[0])
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
                 for one in ahead(prefetcher, feeds) if beside_steps else feeds:
                     lone.engine.train_step(one)
                 torch.cuda.synchronize()

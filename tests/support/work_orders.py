@@ -21,5 +21,5 @@ def table_job(**fields: Any) -> tw.Job:
     data = tw.datasets.table({"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int64)})
     return tw.Job(
         name="run", model=object, optimizer=lambda parameters: None, loss=lambda outputs, targets: outputs,
-        inputs="x", targets="y", train=data, batch_size=2, **fields,
+        inputs="x", targets="y", train=data, **{"batch_size": 2, **fields},
     )  # fmt: skip

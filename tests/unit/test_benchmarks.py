@@ -45,7 +45,7 @@ def test_a_smoke_run_is_of_every_module_that_measures(run: ModuleType) -> None:
 
 
 def test_a_measured_run_leaves_out_what_needs_a_gpu(run: ModuleType) -> None:
-    assert set(run.default_names(smoke=True)) - set(run.default_names(smoke=False)) == {"gpu_step"}
+    assert set(run.default_names(smoke=True)) - set(run.default_names(smoke=False)) == {"gpu_step", "gpu_recovery"}
 
 
 @pytest.mark.parametrize(

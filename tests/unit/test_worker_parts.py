@@ -19,7 +19,7 @@ from tests.support.work_orders import order_of, table_job
 from trainwright.core.data import Batch, Feed, FeedAssignment, MetricSums, StepReport
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
-from trainwright.core.plan import Mesh
+from trainwright.core.plan import Mesh, WorkerResources
 from trainwright.core.topology import WorkUnit
 from trainwright.driver.messages import EvaluateRequest, ProbeRequest, RunRequest, SkippedBatch
 from trainwright.runtime.run_handle import stop_on_signals
@@ -240,6 +240,24 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     told.clear()
     worker.run(RunRequest(steps=range(2)))
     assert told == [(0, None), (1, None), (1, None)]
+
+
+@pytest.mark.parametrize(("accelerator", "rows"), [("", [4]), ("GPU", [2])])
+def test_a_standby_for_an_accelerator_rehearses_few_rows(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, rows: list[int]
+) -> None:
+    """Its CPU could take minutes for all of them."""
+    feeds: list[Feed] = []
+    monkeypatch.setattr(ScriptedEngine, "warm", lambda engine, feed: feeds.append(feed))
+    worker = scripted_worker(
+        monkeypatch, table_job(batch_size=4), placement=WorkerResources(cpus=1, accelerator=accelerator)
+    )
+    worker.rehearse()
+    ((part,),) = [feed.parts for feed in feeds]
+    assert [batch.rows for batch in part] == rows
+    for batch in part:
+        assert {len(array) for array in (*batch.columns.values(), batch.weights, batch.samples)} == {batch.rows}
+        assert not batch.weights.any()
 
 
 def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

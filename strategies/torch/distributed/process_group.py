@@ -43,11 +43,13 @@ from trainwright.strategies.torch.torch_errors import clear_frames, sticky_error
 
 _BACKENDS = {"cuda": "nccl"}  # by type of device; gloo for all others
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-# Torch's watchdog neither ends the process after an error or an abort, nor where an abort takes long. Communicators are
-# made without blocking, so that an abort reaches one that waits for its peers.
+# Torch's watchdog neither ends the process after an error or an abort, nor after an error of the device (which the step
+# raises too, and tells a failed assertion from a failed device), nor where an abort takes long. Communicators are made
+# without blocking, so that an abort reaches one that waits for its peers.
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>

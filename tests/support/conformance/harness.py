@@ -20,6 +20,9 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Generation, Group, Peer, StateTag, StateTransfer
 
 PRINT_S = 2.0  # for the stack traces of a silent rank
+# The device of all ranks: on `cuda:0` they share one GPU, and gloo carries their collectives, since NCCL takes one rank
+# of a GPU. Send and receive are not among those that gloo does on GPUs, so that pipelines cannot run so.
+DEVICE = os.environ.get("TRAINWRIGHT_CONFORMANCE_DEVICE", "cpu")
 ANSWER_S, GROUP_S = 120.0, 100.0  # the first compilation by Inductor on a machine takes 40 s of two quiet cores
 
 
@@ -216,7 +219,7 @@ class World:
             Peer(rank=number, address=address, role=role)
             for number, (address, role) in enumerate(zip(addresses, roles, strict=True))
         )
-        devices = ("cpu",) * self.plan.devices_per_worker
+        devices = (DEVICE,) * self.plan.devices_per_worker
         shared: dict[str, Any] = {
             "generation": generation, "key": token_bytes(), "devices": devices, "deadline_s": deadline_s
         }  # fmt: skip

@@ -173,6 +173,10 @@ class Session:
         return self.engine.reserve(generation, role)
 
     def form(self, group: Group) -> StateTag:
+        if group.size > 1 and group.devices[0] != "cpu":
+            from trainwright.strategies.torch.distributed import process_group
+
+            process_group._BACKENDS.clear()  # gloo
         return self.engine.form(group)
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:

@@ -1,0 +1,216 @@
+"""The process of a GPU is killed: a standby continues from the copy in memory; by hand, a new process loads a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import Figure, compare
+from gpu_step import BATCH, DEVICE, ON_GPU, SMOKE, Decoder, Size, adam, losses, sheet, words
+from party import GENERATION, decided, machine, order_of
+from problem import job
+
+import trainwright as tw
+from trainwright.core.topology import Generation, Group, Peer
+from trainwright.driver.messages import (
+    MemoryCheckpoint,
+    MemoryCopyRequest,
+    ReserveRequest,
+    RestorePlan,
+    RunRequest,
+    SnapshotRequest,
+)
+from trainwright.worker.worker import Worker
+from trainwright.worker.worker_config import WorkerConfig
+
+ANSWER_S, END_S = 120.0, 20.0
+PAIRS, STEPS = 3, 4
+AFTERWARDS = Generation(token=1, number=2)
+MEMORY = Path("/dev/shm")
+LARGE = Size(words=32768, width=1024, layers=12, heads=16, tokens=256)
+NOTE = (
+    f"A decoder of {LARGE.layers} blocks, {LARGE.width} wide: 219 million parameters in float32 and the state of "
+    f"AdamW, 2.6 GB; bf16 autocast, {BATCH} rows of {LARGE.tokens} tokens; one GPU, no Ray and no driver. The process "
+    "that trains is killed with SIGKILL after its state was copied to the node's memory. Ours: a standby, which has "
+    "imported and built all and rehearsed on the CPU, takes the GPU, loads the copy and trains. By hand: a new process "
+    "imports torch, builds the model, loads what `torch.save` wrote to the same memory, and trains. Seconds from the "
+    "kill to the end of the next step, that is, until its loss is read. `memory of the GPU` is what is in use there "
+    "before the first of these processes and after the last one has been killed."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """What a process does, with its end of a pipe."""
+
+    worker: WorkerConfig
+    size: Size
+    place: str
+
+
+def measure(folder: Path, *, smoke: bool) -> list[Figure]:
+    """The figures of this benchmark; those of a smoke run may be of the CPU."""
+    if not (ON_GPU or smoke):
+        raise SystemExit("gpu_recovery measures a GPU, and torch finds none; --smoke runs a small model on the CPU")
+    size = SMOKE if smoke else LARGE
+    wanted = job(
+        folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(words(size)),
+        batch_size=BATCH, epochs=STEPS, workers=1, strategy="one_device", precision="bf16",
+    )  # fmt: skip
+    cluster = tw.Cluster.parse(f"1x{sheet().name}") if ON_GPU else machine(1)
+    with tempfile.TemporaryDirectory(dir=MEMORY) as place:
+        ordered = Ordered(worker=order_of(wanted, decided(wanted, cluster)), size=size, place=place)
+        before = _used_bytes()
+        pairs = [(_taken_over(ordered), _started_again(ordered)) for _ in range(1 if smoke else PAIRS)]
+        after = _used_bytes()
+    ours, theirs = zip(*pairs, strict=True)
+    figures = [compare("gpu_recovery", "kill to the end of the next step", "s", ours, theirs)]
+    if ON_GPU:
+        memory = [[used / 2**30] for used in (after, before)]
+        figures.append(compare("gpu_recovery", "memory of the GPU, after and before", "GiB", *memory, ratio=False))
+    return figures
+
+
+def _used_bytes() -> int:
+    """Bytes of the GPU in use by all processes."""
+    if not ON_GPU:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@contextmanager
+def _process(act: Callable[[Connection, Ordered], None], ordered: Ordered) -> Iterator[tuple[Any, Connection]]:
+    """A process that is killed at the latest when the block ends, and this end of its pipe."""
+    near, far = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=act, args=(far, ordered), daemon=True)
+    process.start()
+    far.close()
+    try:
+        yield process, near
+    finally:
+        process.kill()
+        process.join(END_S)
+        near.close()
+
+
+def _answer(pipe: Connection) -> Any:
+    """The next message. Raises TimeoutError; EOFError where the process has ended."""
+    if not pipe.poll(ANSWER_S):
+        raise TimeoutError(f"no answer within {ANSWER_S:g} s")
+    return pipe.recv()
+
+
+def _taken_over(ordered: Ordered) -> float:
+    """Seconds from the kill to the end of the standby's first step."""
+    with _process(_standby, ordered) as (_, standby), _process(_victim, ordered) as (victim, pipe):
+        _answer(standby)
+        kept = _answer(pipe)
+        begun = time.perf_counter()
+        victim.kill()
+        standby.send(kept)
+        _answer(standby)
+        return time.perf_counter() - begun
+
+
+def _victim(pipe: Connection, ordered: Ordered) -> None:
+    """Train, copy the state to memory, tell which copy, and train until it is killed."""
+    worker = Worker(ordered.worker, "node")
+    worker.form(_group(worker, ordered, GENERATION))
+    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.run(RunRequest(steps=range(STEPS - 1)))
+    worker.snapshot(SnapshotRequest(step=STEPS - 1, verbs=("keep",)))
+    taken = worker.keep(MemoryCopyRequest(version=1))
+    pipe.send(MemoryCheckpoint(version=1, step=STEPS - 1, files=taken.files))
+    time.sleep(ANSWER_S)
+
+
+def _standby(pipe: Connection, ordered: Ordered) -> None:
+    """Rehearse as a spare does, which sees no GPU; take the rank when told."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    worker = Worker(ordered.worker, "node")
+    worker.rehearse()
+    pipe.send(None)
+    kept: MemoryCheckpoint = pipe.recv()
+    worker.form(_group(worker, ordered, AFTERWARDS))
+    worker.heal(RestorePlan(step=kept.step, source="keeper", kept=kept))
+    worker.run(RunRequest(steps=range(kept.step, kept.step + 1)))
+    pipe.send(None)
+    pipe.recv()
+
+
+def _group(worker: Worker, ordered: Ordered, generation: Generation) -> Group:
+    """A group of one rank, on the GPU where the plan is for one."""
+    peer = Peer(rank=0, address=worker.reserve(ReserveRequest(generation=generation)))
+    placement = ordered.worker.plan.placement
+    on_gpu = placement.accelerator == "GPU"
+    return Group(
+        generation=generation,
+        rank=0,
+        peers=(peer,),
+        devices=("cuda:0",) if on_gpu else ("cpu",),
+        accelerators=("0",) if on_gpu else (),
+        threads=placement.threads,
+    )
+
+
+def _started_again(ordered: Ordered) -> float:
+    """Seconds from the kill to the end of a new process's first step."""
+    with _process(_trains, ordered) as (victim, pipe):
+        _answer(pipe)
+        begun = time.perf_counter()
+        victim.kill()
+        victim.join(END_S)
+        with _process(_continues, ordered) as (_, other):
+            _answer(other)
+            return time.perf_counter() - begun
+
+
+def _trains(pipe: Connection, ordered: Ordered) -> None:
+    """Train by hand and write the state."""
+    loop = _ByHand(ordered.size)
+    for _ in range(STEPS - 1):
+        loop.step()
+    torch.save((loop.model.state_dict(), loop.optimizer.state_dict()), f"{ordered.place}/state.pt")
+    pipe.send(None)
+    time.sleep(ANSWER_S)
+
+
+def _continues(pipe: Connection, ordered: Ordered) -> None:
+    """Load the state and take a step."""
+    loop = _ByHand(ordered.size)
+    model, optimizer = torch.load(f"{ordered.place}/state.pt", map_location=DEVICE, mmap=True)
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(optimizer)
+    loop.step()
+    pipe.send(None)
+    pipe.recv()
+
+
+class _ByHand:
+    """A training loop as torch's tutorials have it, on the data's first batch."""
+
+    def __init__(self, size: Size) -> None:
+        self.model = Decoder(size).to(DEVICE)
+        self.optimizer = adam(self.model.parameters())
+        columns = words(size)
+        self._x, self._y = (torch.from_numpy(columns[name][:BATCH]).to(DEVICE) for name in ("x", "y"))
+
+    def step(self) -> float:
+        """Return the loss."""
+        self.optimizer.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = losses(self.model(self._x), self._y).mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
