@@ -363,11 +363,11 @@ def generate(
     one device.
 
     A torch model can keep keys and values of earlier tokens, so that a new token needs a forward pass over one token.
-    The signature of its forward says so: `past_key_values=` and `use_cache=`, as Hugging Face's models have them, or
-    `cache=None`. `cache` is a dict, empty in the first call, which has the prompts; the model stores in it what it
-    needs for the later calls, which have one token of each row. The text is the same without a cache. Pipelines use
-    none, and neither does a text that is longer than the rows of the training data: each new token moves the others to
-    another place.
+    The signature of its forward says so: `cache=` (or `past_key_values=`) and `use_cache=`, as Hugging Face's models
+    have them, or `cache=None` alone. That is a dict, empty in the first call, which has the prompts; the model stores
+    in it what it needs for the later calls, which have one token of each row. The text is the same without a cache.
+    Pipelines use none, and neither does a text that is longer than the rows of the training data: each new token moves
+    the others to another place.
 
     Args:
         prompts: (rows, tokens) integers.

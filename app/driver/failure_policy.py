@@ -17,7 +17,7 @@ from statistics import median
 from trainwright.core.data import PeakMemory
 from trainwright.core.errors import HangError, LossSpike, TrainwrightError, WorkerLost
 from trainwright.core.events import Failed, Noted, Stacks
-from trainwright.core.job import CRASH_LOOP_FAILURES
+from trainwright.core.job_consistency import CRASH_LOOP_FAILURES
 from trainwright.driver import checkpointing
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import (

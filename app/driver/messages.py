@@ -525,7 +525,7 @@ class PlanSelector(Protocol):
         """Return a plan for `fewest` to `room` workers: the run's plan, smaller if necessary, otherwise another."""
 
     def lacking(self, room: int) -> str:
-        """Return why the run's own plan does not fit so many workers, and why no other does if that is so."""
+        """Return why the run cannot keep its plan with so many workers, and why no other fits if that is so."""
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[PlanSelector, Probed]:
         """Return a selector with the fastest measured plan as the run's, and an event that reports it.
@@ -533,6 +533,12 @@ class PlanSelector(Protocol):
         Args:
             step_s: seconds of a step by index in `plans`; at least one.
             aside: why the others could not be measured.
+        """
+
+    def leaner(self, plan: Plan) -> PlanSelector | None:
+        """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
+
+        That is this one if its plans do already. None if no other plan does.
         """
 
 

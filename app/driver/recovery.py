@@ -69,6 +69,10 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         cause = replace(cause, error=error)
     if state.trials is not None and kind in ("user", "data", "internal"):
         _reject_plan(turn, cause, kill=kind == "internal")
+    elif isinstance(error, DeviceOutOfMemory) and (leaner := _leaner_plans(turn)) is not None:
+        _has_answered(turn, worker)
+        _begin_recovery(turn, cause)
+        _change_plans(turn, leaner, failed.rank)
     elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):
         _has_answered(turn, worker)
         _fall_back(turn, error, cause)
@@ -95,6 +99,24 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
             checkpointing.forget_memory_checkpoint(turn)
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)
+
+
+def _leaner_plans(turn: Transition) -> m.PlanSelector | None:
+    """Return plans that need less memory than that of this epoch; None if there are none, or the job asks for none."""
+    layouts, plan = turn.settings.world.layouts, turn.state.membership.plan
+    if not turn.settings.limits.replan_memory or layouts is None or plan is None:
+        return None
+    return layouts.leaner(plan)
+
+
+def _change_plans(turn: Transition, leaner: m.PlanSelector, rank: int) -> None:
+    """Let the next epoch have a plan that needs less memory; other ranks whose memory was too small change nothing."""
+    plan = turn.state.membership.plan
+    if leaner is turn.settings.world.layouts or plan is None:
+        return
+    turn.adjust_policy(layouts=leaner)
+    text = f"the memory of rank {rank}'s device is too small for {plan.name}"
+    turn.emit(Noted(text=f"{text}: the run continues under {leaner.plans[0].name}, which needs less"))
 
 
 def _has_older(state: DriverState) -> bool:

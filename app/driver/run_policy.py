@@ -121,6 +121,7 @@ class FailureLimits:
     # what was predicted and used of a device that ran out of memory, and what to do, as texts: by plan (None for the
     # plan of the run), rank and peak
     explain_memory: Callable[[Plan | None, int, PeakMemory | None], tuple[str, str]] | None = None
+    replan_memory: bool = False  # whether the run continues under another plan after a device ran out of memory
     # replace workers whose part of a step takes this many times that of the others; None replaces none
     replace_stragglers: float | None = None
 

@@ -15,6 +15,7 @@ from trainwright.core.events import Probed
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, PlanConstraints
 from trainwright.driver.rendezvous import PROBE_SECONDS, PROBE_STEPS
+from trainwright.planning.memory_advice import LESS_MEMORY
 from trainwright.strategies import strategies_for
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
 from trainwright.strategies.cost_model.machine_model import Calibration
@@ -110,7 +111,7 @@ class AlternativePlans:
 
     def lacking(self, room: int) -> str:
         """Return why the run's own plan does not fit a number of workers, and why others do not either."""
-        plan, reason = self.plans[0], ""
+        plan, reason = self.plans[0], "a device ran out of memory" if self.question.room_bytes else ""
         try:
             plan.resized(room)
         except ValueError as error:
@@ -149,30 +150,50 @@ class AlternativePlans:
         told = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
         return replace(self, plans=(chosen,), calibration=calibration, _known={}, _others={}), told
 
+    def leaner(self, plan: Plan) -> AlternativePlans | None:
+        """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
+
+        What the job pins holds, but for the degrees and the number of micro-batches. This selector if its plans need so
+        much less already; None if no other plan does.
+        """
+        stages = plan.estimate.stage_memory_bytes if plan.estimate is not None else ()
+        room_bytes = int(LESS_MEMORY * max(stages, default=0))
+        if 0 < self.question.room_bytes <= room_bytes:
+            return self
+        pins, names = self._demands()[0]
+        pins = replace(pins, choices={name: value for name, value in pins.choices.items() if name != "accumulation"})
+        question = replace(self.question, room_bytes=room_bytes, accumulation=None)
+        found = replace(self, question=question, _known={}, _others={})
+        best, _ = found._best(plan.workers, pins, names) if room_bytes else (None, "")
+        return replace(found, plans=(best,)) if best is not None else None
+
     def _other(self, workers: int) -> tuple[Plan | None, str]:
         """Return the planner's choice for a number of workers: with the pinned choices where possible, else without."""
+        if workers not in self._others:
+            best, reason = None, ""
+            for pins, names in self._demands():
+                best, reason = self._best(workers, pins, names)
+                if best is not None:
+                    break
+            self._others[workers] = (best, "" if best is not None else reason)
+        return self._others[workers]
+
+    def _best(self, workers: int, pins: PlanConstraints, names: Collection[str]) -> tuple[Plan | None, str]:
+        """Return the best plan of the named strategies for a number of workers, or why there is none."""
         if self.plans[0].keras_backend:
             return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
-        if workers not in self._others:
-            first, reason = self.plans[0], ""
-            for pins, names in self._demands():
-                asked = replace(self.question, workers=workers, min_workers=None, max_workers=None, pins=pins)
-                found = search_plans(asked, self.calibration)
-                fitting = [
-                    plan
-                    for plan in found.plans
-                    if _movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
-                ]
-                best = best_plan(
-                    asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration
-                )
-                if best is not None:
-                    self._others[workers] = (replace(best, placement=first.placement), "")
-                    return self._others[workers]
-                nearest = {item.strategy: item.reason for item in reversed(found.misfits)}
-                reason = "; ".join(f"{name}: {why}" for name, why in nearest.items())
-            self._others[workers] = (None, reason)
-        return self._others[workers]
+        asked = replace(self.question, workers=workers, min_workers=None, max_workers=None, pins=pins)
+        found = search_plans(asked, self.calibration)
+        fitting = [
+            plan
+            for plan in found.plans
+            if _movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
+        ]
+        best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration)
+        if best is not None:
+            return replace(best, placement=self.plans[0].placement), ""
+        nearest = {item.strategy: item.reason for item in reversed(found.misfits)}
+        return None, "; ".join(f"{name}: {why}" for name, why in nearest.items())
 
     def _demands(self) -> list[tuple[PlanConstraints, Collection[str]]]:
         """Return the pinned choices without degrees, then none."""

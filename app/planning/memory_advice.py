@@ -10,7 +10,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.search.plan_ranking import estimate_of, plans_within, suggest_changes
 from trainwright.strategies.search.plan_request import PlanRequest
 
-_LESS = 0.9  # of the prediction that was too low, at most
+LESS_MEMORY = 0.9  # of the prediction that was too low, at most
 _MOST_PLANS = 3
 _GIB = 2**30
 
@@ -41,7 +41,7 @@ def explain_out_of_memory(
     if memory is not None:
         figures += f", and tensors used {memory.allocated_bytes / _GIB:.3g} GiB"
         figures += f" ({memory.reserved_bytes / _GIB:.3g} GiB reserved)" if memory.reserved_bytes else ""
-    return figures, _remedy(request, failed, int(_LESS * max(stages)))
+    return figures, _remedy(request, failed, int(LESS_MEMORY * max(stages)))
 
 
 def _remedy(request: PlanRequest, failed: Plan, room_bytes: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainwright.core import events, formatting
 from trainwright.core.data import Batch
+from trainwright.core.errors import JobError
 from trainwright.core.events import Event, Steps
 from trainwright.core.frameworks import package_versions
 from trainwright.core.job import Job
@@ -63,6 +64,9 @@ class RunSetup:
         object.__setattr__(self, "request", PlanRequest.of(job, decision.profile, decision.used))
         plans = decision.contenders or (decision.chosen,)
         object.__setattr__(self, "layouts", alternative_plans(job, self.request, plans))
+        if self.layouts is None and job.recovery.on_oom == "replan":
+            problem = f'on_oom="replan" needs torch with one device in each worker, and the plan is {plans[0].name}'
+            raise JobError([f"{problem}: leave it out"])
         schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
         object.__setattr__(self, "schedule", schedule)
 
@@ -108,16 +112,7 @@ class RunSetup:
                 keep_s=None if job.checkpointing.keeper_s == 0 else job.checkpointing.keeper_s,
                 best=job.checkpointing.best or "",
             ),
-            limits=FailureLimits(
-                failures=job.recovery.failures,
-                failures_an_hour=job.recovery.failures_an_hour,
-                max_loss_ratio=job.recovery.max_loss_ratio,
-                spike_limit=job.recovery.skip_limit if job.recovery.on_spike == "rollback" else 0,
-                pass_limit=job.recovery.skip_limit if job.recovery.on_crash_loop == "skip" else 0,
-                probe_share=MEASURING_SHARE,
-                replace_stragglers=job.recovery.replace_stragglers,
-                explain_memory=partial(explain_out_of_memory, self.request, plan),
-            ),
+            limits=self._limits(),
             deadlines=Deadlines(
                 place_deadline_s=job.start_deadline_s(self.decision.cluster),
                 shrink_s=job.scaling.shrink_s,
@@ -125,6 +120,21 @@ class RunSetup:
                 call_deadline_s=max(CALL_DEADLINE_S, job.recovery.hang_deadline_s or 0.0),
                 hang_deadline_s=job.recovery.hang_deadline_s,
             ),
+        )
+
+    def _limits(self) -> FailureLimits:
+        """Return which failures the run recovers from."""
+        job = self.prepared.job
+        return FailureLimits(
+            failures=job.recovery.failures,
+            failures_an_hour=job.recovery.failures_an_hour,
+            max_loss_ratio=job.recovery.max_loss_ratio,
+            spike_limit=job.recovery.skip_limit if job.recovery.on_spike == "rollback" else 0,
+            pass_limit=job.recovery.skip_limit if job.recovery.on_crash_loop == "skip" else 0,
+            probe_share=MEASURING_SHARE,
+            replace_stragglers=job.recovery.replace_stragglers,
+            replan_memory=job.recovery.on_oom == "replan",
+            explain_memory=partial(explain_out_of_memory, self.request, self.decision.chosen),
         )
 
     def event_log(self) -> EventLog:

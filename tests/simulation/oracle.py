@@ -21,7 +21,7 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
-from trainwright.core.job import CRASH_LOOP_FAILURES
+from trainwright.core.job_consistency import CRASH_LOOP_FAILURES
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.run_policy import RunPolicy

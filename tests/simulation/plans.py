@@ -19,10 +19,16 @@ def staged(stages: int, workers: int, strategy: str = "pipeline") -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
-    """Implements `driver.layouts.Layouts`. `others`: numbers of workers that there is a plan in one piece for."""
+    """Implements `driver.messages.PlanSelector`.
+
+    Attributes:
+        others: numbers of workers that there is a plan in one piece for.
+        lean: the plan that needs less memory than the first.
+    """
 
     plans: tuple[Plan, ...]
     others: frozenset[int] = frozenset()
+    lean: Plan | None = None
 
     def on(self, room: int, fewest: int) -> Plan | None:
         """The first plan on as many as it can have, else another."""
@@ -42,6 +48,12 @@ class Plans:
         """The quickest."""
         best = self.plans[min(step_s, key=step_s.__getitem__)]
         return replace(self, plans=(best,)), Probed(plan=asdict(best), name=best.name)
+
+    def leaner(self, plan: Plan) -> Plans | None:
+        """Those with the lean plan as the first; these where the first needs less than `plan` already."""
+        if plan != self.plans[0]:
+            return self
+        return replace(self, plans=(self.lean,), lean=None) if self.lean is not None else None
 
 
 def stage_piece(stage: int, stages: int) -> str:

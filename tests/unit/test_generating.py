@@ -143,6 +143,24 @@ class Forgetful(nn.Module):
         return self.model(tokens)
 
 
+class Output(dict[str, Any]):
+    """With its items as attributes, as transformers has it."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Returning(nn.Module):
+    """A language model with a cache as transformers 5.24 names it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt.GPT(SIZE)
+
+    def forward(self, tokens: Tensor, cache: Any = None, use_cache: bool | None = None) -> Any:
+        kept = {} if cache is None else cache
+        return Output(logits=self.model(tokens, kept if use_cache else None), cache=kept)
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -158,6 +176,7 @@ def llama() -> nn.Module:
     [
         pytest.param(lambda: gpt.GPT(SIZE), {"inputs": "tokens"}, True, (0.0, 1.0), id="own"),
         pytest.param(llama, {"inputs": {"input_ids": "tokens"}}, True, (1.0,), id="huggingface"),
+        pytest.param(Returning, {"inputs": {"tokens": "tokens"}}, True, (1.0,), id="returned"),
         pytest.param(Forgetful, {"inputs": "tokens"}, False, (1.0,), id="none"),
     ],
 )

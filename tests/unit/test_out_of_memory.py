@@ -9,15 +9,21 @@ import pytest
 import torch
 
 import trainwright as tw
+from tests.simulation.plans import Plans, staged
 from tests.support.driver_harness import Story
+from tests.support.work_orders import table_job
 from trainwright.core.cluster import ACCELERATORS
 from trainwright.core.data import PeakMemory
-from trainwright.core.errors import DeviceOutOfMemory, PeerLost, UserCodeError
-from trainwright.core.events import Failed
+from trainwright.core.errors import DeviceOutOfMemory, JobError, PeerLost, UserCodeError
+from trainwright.core.events import Failed, Noted, Replanned
 from trainwright.core.plan import Plan
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
+from trainwright.driver.driver_state import Phase
+from trainwright.driver.messages import PlanSelector
+from trainwright.planning.alternative_layouts import alternative_plans
 from trainwright.planning.memory_advice import explain_out_of_memory
-from trainwright.strategies.search.plan_ranking import plans_within, search_plans
+from trainwright.strategies.search.plan_ranking import estimate_of, plans_within, search_plans
 from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.torch_errors import TorchUserCode
@@ -70,11 +76,11 @@ def test_tensorflow() -> None:
 # --- The driver -------------------------------------------------------------------------------------------------------
 
 
-def failed(story: Story, memory: PeakMemory | None = None) -> m.FinishRun | None:
+def failed(story: Story, memory: PeakMemory | None = None, *, worker: int = 1, verb: str = "run") -> m.FinishRun | None:
     error = DeviceOutOfMemory("the model ran out of the device's memory", where="rank 1; worker 1 on n1")
     failure = m.CallFailure(kind="user", error=error, memory=memory)
     generation = story.state.epoch.generation
-    story.tell(m.CallRaised(worker=1, generation=generation, verb="run", failure=failure))
+    story.tell(m.CallRaised(worker=worker, generation=generation, verb=verb, failure=failure))
     return story.state.shutdown
 
 
@@ -106,11 +112,79 @@ def test_a_rank_that_lost_its_peer_first_does_not_hide_it() -> None:
     assert isinstance(ended.error, DeviceOutOfMemory) and ended.outcome == "failed"
 
 
+WIDE, LEAN = staged(1, 2, "wide"), staged(2, 2, "lean")
+
+
+def replanning(**changes: Any) -> Story:
+    """Two ranks train under a plan for which there is another that needs less memory."""
+    return Story(**{"layouts": Plans(plans=(WIDE,), lean=LEAN), "replan_memory": True, **changes}).running()
+
+
+def test_the_run_continues_under_a_plan_that_needs_less() -> None:
+    story = replanning()
+    assert failed(story).error is None
+    assert [event.rank for event in story.emitted(Failed)] == [1]
+    assert "'s device is too small for wide" in story.emitted(Noted)[0].text
+    failed(story, worker=0)  # the other rank's batch is as large
+    assert not story.emitted(Noted), "one plan is enough for both"
+    story.returns("leave", StateTag(step=0))
+    assert story.state.phase is Phase.RESERVING and story.state.recovery.failures == 1
+    assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
+    (changed,) = story.emitted(Replanned)
+    assert (changed.former, changed.workers) == (WIDE.name, 2)
+
+
+def test_a_rank_that_lost_its_peer_first_does_not_hide_that_a_smaller_plan_is_needed() -> None:
+    story = replanning().raises(0, "run", "peer", PeerLost("another rank was lost"))
+    assert failed(story).error is None and len(story.emitted(Noted)) == 1
+    story.returns("leave", StateTag(step=0))
+    assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
+
+
+@pytest.mark.parametrize("changes", [{"replan_memory": False}, {"layouts": Plans(plans=(WIDE,))}, {"layouts": None}])
+def test_the_run_ends_where_no_other_plan_is_asked_for_or_none_needs_less(changes: dict[str, Any]) -> None:
+    ended: Any = failed(replanning(**changes))
+    assert isinstance(ended.error, DeviceOutOfMemory)
+
+
+def test_the_second_plan_in_a_row_that_is_too_large_ends_the_run() -> None:
+    story = replanning()
+    failed(story)
+    story.returns("leave", StateTag(step=0)).formed(StateTag(step=0))
+    ended: Any = failed(story, verb="heal")
+    assert isinstance(ended.error, DeviceOutOfMemory)
+
+
 # --- What would fit ---------------------------------------------------------------------------------------------------
 
 
 def chosen(strategy: str) -> Plan:
     return next(plan for plan in search_plans(REQUEST).plans if plan.strategy == strategy)
+
+
+def leaner(plan: Plan, **fields: Any) -> PlanSelector | None:
+    """The plans of a run that need less than the first."""
+    plans = alternative_plans(table_job(**fields), REQUEST, (plan,))
+    assert plans is not None
+    return plans.leaner(plan)
+
+
+def test_a_leaner_plan_is_predicted_to_need_a_tenth_less_for_as_many_workers() -> None:
+    plan = chosen("sharded")
+    found = leaner(plan)
+    for _ in range(2):
+        assert found is not None
+        best = found.plans[0]
+        assert best.workers == plan.workers and best.batch_size == plan.batch_size
+        assert max(estimate_of(best).stage_memory_bytes) <= 0.9 * max(estimate_of(plan).stage_memory_bytes)
+        assert found.leaner(plan) is found, "other ranks that ran out of memory change nothing"
+        assert found.on(plan.workers, plan.workers) == best
+        plan, found = best, found.leaner(best)
+
+
+def test_a_leaner_plan_keeps_what_the_job_pins_where_it_can() -> None:
+    found = leaner(chosen("data_parallel"), strategy="data_parallel")
+    assert found is not None and found.plans[0].strategy == "data_parallel"
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "sharded"])
@@ -151,3 +225,8 @@ def test_where_no_plan_needs_less_the_batch_or_the_nodes_are_named(monkeypatch: 
 
 def test_nothing_is_said_without_a_prediction() -> None:
     assert explain_out_of_memory(REQUEST, replace(chosen("sharded"), estimate=None), None, 0, None) == ("", "")
+
+
+def test_a_plan_that_cannot_change_during_a_run_is_refused() -> None:
+    with pytest.raises(JobError, match='on_oom= cannot be used with run="fit": TensorFlow'):
+        tw.Job(name="a", model=object, train=table_job().train, batch_size=2, run="fit", on_oom="replan")

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.checkpoint import safetensors_files
 from trainwright.strategies.torch.checkpoint.host_state import HostState
+from trainwright.strategies.torch.distributed import fsdp_wrap
 from trainwright.strategies.torch.distributed.fsdp_wrap import fully_shard_model
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.engines.pipeline import Pipeline
@@ -279,3 +281,20 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     finally:
         gc.unfreeze()
     assert [each() is None for each in held] == [True, False]
+
+
+def test_integers_that_an_older_torch_does_not_divide_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.places = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("only Tensors of floating point dtype can require gradients")
+
+    monkeypatch.setattr(fsdp_wrap, "fully_shard", refusing)
+    mesh: Any = SimpleNamespace(device_type="cpu")
+    with pytest.raises(JobError, match=r"'places' has no floating-point numbers.* 2\.12 or newer, or make it a buffer"):
+        fully_shard_model(Counting(), mesh, zero=3, where="rank 0")
+    with pytest.raises(RuntimeError, match="only Tensors"):
+        fully_shard_model(nn.Linear(4, 4), mesh, zero=3, where="rank 0")

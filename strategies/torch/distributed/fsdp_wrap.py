@@ -75,6 +75,12 @@ def fully_shard_model(
             )  # fmt: skip
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
+    except RuntimeError as error:
+        names = [name for name, each in model.named_parameters() if not each.dtype.is_floating_point]
+        if not names or "floating point" not in str(error):
+            raise
+        what = f"parameter {names[0]!r} has no floating-point numbers, and torch {torch.__version__} cannot divide such"
+        raise JobError([f"{what}: use torch 2.12 or newer, or make it a buffer"], where=where) from error
     for name, parameter in model.named_parameters():
         vars(parameter).update(fields[name])  # what an optimizer may ask for
     for each in fsdp_modules(model):

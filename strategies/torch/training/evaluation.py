@@ -93,8 +93,8 @@ def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, 
 
     The model keeps keys and values of the earlier tokens, in one of two forms of its forward:
 
-    - `forward(..., past_key_values=None, use_cache=None)` (Hugging Face): it is given what it returned last as
-      `past_key_values`.
+    - `forward(..., cache=None, use_cache=None)` (Hugging Face, where `cache` was `past_key_values` before transformers
+      5.24): it is given what it returned last under that name.
     - `forward(..., cache=None)`: it is given a dict, empty in the first call, and stores in it what it needs.
 
     The first call has any number of tokens, each later one has one token of each row.
@@ -110,15 +110,17 @@ def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, 
         UserCodeError, JobError: as `predict`.
     """
     arguments = inspect.signature(model.forward).parameters
-    if "cache" not in arguments and not {"past_key_values", "use_cache"} <= arguments.keys():
+    name = next((name for name in ("cache", "past_key_values") if name in arguments), "")
+    returned = "use_cache" in arguments
+    if not name or (name == "past_key_values" and not returned):
         return None
 
     def through(batch: Batch) -> Any:
         place, given = int(batch.samples[0]), caller.inputs(batch)
-        if "cache" in arguments:
+        if not returned:
             return caller.outputs(model, given, cache=cache.setdefault(place, {}))
-        outputs = caller.outputs(model, given, past_key_values=cache.get(place), use_cache=True)
-        cache[place] = getattr(outputs, "past_key_values", None)
+        outputs = caller.outputs(model, given, **{name: cache.get(place)}, use_cache=True)
+        cache[place] = getattr(outputs, name, None)
         return outputs
 
     found = predict(model, caller, feed, through)
