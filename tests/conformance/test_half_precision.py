@@ -37,7 +37,7 @@ LAYOUTS = {
 PROBLEM = replace(PROBLEMS["ragged"], dtype="float32", batch_size=25)
 WIDTH = 6
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-NEAR = 1e-4 if RELEASE >= (2, 12) else 3e-4  # one number that is rounded the other way, in either sum
+NEAR = 1e-4 if RELEASE >= (2, 12) else 2e-3  # older kernels round sums otherwise where a weight lies elsewhere
 PLACES = torch.int64 if RELEASE >= (2, 12) else torch.float32  # an older FSDP2 divides no integers
 Run = tuple[list[StepReport], dict[str, Any]]
 
