@@ -61,6 +61,8 @@ def imported_sources(job: Job) -> dict[str, str]:
 
 def _describe(job: Job, codes: _Codes, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
     words = {name: codes.text(name, job.get(name)) for name in FIELD_ORDER if name != "trackers"}
+    if job.training.profile is not None:
+        words["profile"] = f"{job.training.profile[0]}:{job.training.profile[-1]}"
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
         dataset = job.get(name)

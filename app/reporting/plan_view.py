@@ -142,7 +142,8 @@ def _degrees(plan: Plan) -> str:
 def _choices(plan: Plan) -> list[str]:
     recompute = "" if plan.recompute == "none" else f"recompute {plan.recompute}"
     offload, sequence = "offload" * plan.offload, "sequence parallel" * plan.sequence
-    return [choice for choice in (plan.schedule, recompute, offload, sequence) if choice]
+    wire = f"gradients in {plan.wire}" if plan.wire != "full" and not plan.servers else ""
+    return [choice for choice in (plan.schedule, recompute, offload, sequence, wire) if choice]
 
 
 def _layout(plan: Plan) -> list[str]:

@@ -61,14 +61,22 @@ class PreemptionWatcher:
         self._asks_cloud = avoid is not None and os.environ.get(_SWITCH, "") != "off"
         self._asked: dict[str, int] = {}  # the worker that asks the cloud, by node
         self._told: defaultdict[str, set[str]] = defaultdict(set)  # keys of notices, by node
+        # by node, notices with an end: the end on the clock of `time.monotonic`, and the newest worker at that time
+        self._ends: defaultdict[str, list[tuple[NodeNotice, float, int]]] = defaultdict(list)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch_drains, name="trainwright-drains", daemon=True)
 
     def watch(self, worker: int) -> None:
-        """Watch a worker that is up."""
+        """Watch a worker that is up; a notice may have come for its node while it started.
+
+        One that was placed there afterwards, since no other node has room, stays until the end.
+        """
         call = self._actors[worker].notice.remote(self._lease.token)
         self._queue.then(call, lambda came: self._on_sigterm(worker, came))
         node = self._nodes[worker][1]
+        for notice, end_s, newest in self._ends[node]:
+            if worker <= newest and (left_s := end_s - time.monotonic()) > 0.0:
+                self._queue.put(PreemptionNoticed(worker=worker, left_s=left_s, why=notice.text))
         if self._asks_cloud and node not in self._asked:
             self._ask(node, worker)
         if self._avoid is not None and self._thread.ident is None:
@@ -140,5 +148,6 @@ class PreemptionWatcher:
         if notice.left_s is None:
             self._note(f"{self._nodes[workers[0]][0]}: {notice.text}")
             return
+        self._ends[node].append((notice, time.monotonic() + notice.left_s, max(self._actors)))
         for worker in workers:
             self._queue.put(PreemptionNoticed(worker=worker, left_s=notice.left_s, why=notice.text))

@@ -33,6 +33,10 @@ GPU = WorkerResources(cpus=1, accelerators=1, accelerator="GPU")
             threads=2)),
             "one_device: 1 worker x 2 threads on CPU, batch 256",
         ),
+        (
+            replace(PLAN, strategy="sharded", zero=2, wire="bf16", mesh=Mesh(shard=2), estimate=None),
+            "sharded: 2 workers x 1 thread on CPU, shard 2 (ZeRO-2), gradients in bf16, batch 256 = 2 x 128",
+        ),
     ],
 )  # fmt: skip
 def test_line(plan: Plan, line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -86,11 +86,11 @@ class Scene:
 
         return SimpleNamespace(notice=SimpleNamespace(remote=notice), node_notice=SimpleNamespace(remote=ask))
 
-    def watcher(self, own_nodes: bool = True) -> PreemptionWatcher:
+    def watcher(self, own_nodes: bool = True, watched: Iterable[int] = (0, 1, 2)) -> PreemptionWatcher:
         lease: Any = SimpleNamespace(token=7)
         avoid = self.avoided.append if own_nodes else None
         watcher = PreemptionWatcher(self.actors, self.nodes, self.queue, lease, avoid=avoid, note=self.notes.append)
-        for worker in self.actors:
+        for worker in watched:
             watcher.watch(worker)
         return watcher
 
@@ -259,3 +259,26 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
         assert isinstance(event, LeaseAcquired) and event.living == (living,)
         assert driver.fleet.calls["notice"] == 1
         world.close()
+
+
+def test_a_worker_that_was_starting_hears_of_the_notices_for_its_node(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, time=time.time, now=100.0)
+    monkeypatch.setattr(preemption_watcher, "time", clock)
+    late, later = scene.nodes.pop(1), scene.actor(3)
+    watcher = scene.watcher(watched=(0, 2))
+    scene.answer(0, FREEZE)
+    scene.answer(0, ENDS)
+    assert [worker for worker, *_ in scene.noticed] == [0]
+    clock.now += 30.0
+    scene.nodes |= {1: late, 3: late}
+    scene.actors[3] = later
+    watcher.watch(1)
+    assert scene.noticed[1:] == [(1, 60.0, ENDS.text)]
+    watcher.watch(3)
+    assert len(scene.noticed) == 2, "it was placed there although the node is known to end"
+    clock.now += 61.0
+    watcher.watch(0)
+    assert len(scene.noticed) == 2, "the node is still there"
+    watcher.close()
