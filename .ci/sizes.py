@@ -122,7 +122,7 @@ def python_files(root: Path, folders: Iterable[str]) -> Iterator[Path]:
 
 
 def documents(root: Path) -> Iterator[Path]:
-    """What people read, and what tools are told."""
+    """Return the files that people read, and those that configure tools."""
     for pattern in ("*.md", "docs/**/*.md", "*.toml", "Makefile", "examples/*.ipynb", "clusters/*", "*.yaml"):
         yield from (path for path in root.glob(pattern) if path.is_file())
 

@@ -195,7 +195,7 @@ def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.N
             raise DataError(
                 f"column {name!r} cannot be padded: a row is {held}",
                 where=f"sample {sample}",
-                remedy="pad columns of which each row is an array of numbers",
+                remedy="pad only columns whose rows are arrays of numbers",
             )
     return rows
 

@@ -85,13 +85,13 @@ _NOT_LOGGED = frozenset({"loss", "step", "epoch", "learning_rate", "gradient_nor
 
 
 def gather(tensor: _Tensor) -> _Tensor:
-    """Return the rows of the whole global batch, of which each data rank computes a part; gradients flow back.
+    """Return the rows of the whole global batch. Each data rank computes a part of them; gradients flow back.
 
     For losses whose samples are compared with each other, such as CLIP's and SimCLR's. It may be called in `loss=`,
     `step=` and metrics. Rows come rank by rank, the ranks' own in their order, so that several gathered tensors fit
     each other; samples of weight 0 are left out. The function then returns one value for each row of the global batch,
-    of which each rank takes its own, or one for each of its own rows. On one device, and outside of a run, it returns
-    the tensor as it is.
+    and each rank takes its own; or it returns one for each of its own rows. On one device, and outside of a run,
+    `gather` returns the tensor as it is.
 
         def clip(outputs, targets):
             image, text = (tw.gather(each) for each in outputs)

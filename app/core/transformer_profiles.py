@@ -67,7 +67,7 @@ def transformer_profile(
         head: width of one head; by default the heads divide `hidden`.
         mlp: width inside the MLP, by default four times `hidden`.
         gated: whether the MLP has three matrices instead of two, such as SwiGLU (Shazeer, 2020).
-        experts: MLPs of each block, of which each token passes `active_experts` (Fedus et al., 2022). All of them are
+        experts: MLPs of each block. Each token passes `active_experts` of them (Fedus et al., 2022). All of them are
             parameters, gradients and optimizer state; operations and activations are those of the active ones.
         rotary: whether positions are no parameters.
         tied: whether the logits use the embedding's parameters.

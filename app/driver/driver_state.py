@@ -257,7 +257,7 @@ class Segment:
     advised: bool = False  # whether the user was told that the batch is too large
     deadline_s: float = math.inf  # when the time of the run is over; infinite without a limit
     time_is_over: bool = False  # whether the run ends for that
-    announcing: int = 0  # step of the checkpoint that callbacks are told of before the first step
+    announcing: int = 0  # step of the checkpoint that is reported to callbacks before the first step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,7 +241,7 @@ def form_group(turn: Transition, peers: tuple[Peer, ...]) -> None:
 
 
 def group_for(state: DriverState, rank: int) -> Group:
-    """Return what a rank is told of its group."""
+    """Return the group as one of its ranks gets it."""
     slot, serves = state.membership.members[rank].slot, state.settings.world.role_of(rank) == "server"
     return Group(
         generation=state.epoch.generation, rank=rank, peers=state.dynamic.peers, slot=slot,

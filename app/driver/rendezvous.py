@@ -320,7 +320,7 @@ def _cut_short(trials: PlanTrials) -> PlanTrials:
 
 
 def is_optional_trial(state: DriverState) -> bool:
-    """Whether the plan on trial is one that the run can do without."""
+    """Whether the run can continue without the plan on trial."""
     return state.trials is not None and state.trials.trying and state.trials.left[0] > 0
 
 
