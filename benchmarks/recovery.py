@@ -57,14 +57,19 @@ def schedule_of(*, smoke: bool) -> Schedule:
 
 
 def contest(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Recovery]]:
-    """What each kill cost each of them. Those that need no Ray run without a Ray cluster beside them."""
-    schedule = schedule_of(smoke=smoke)
+    """What each kill cost each of them. Those that need no Ray run without a Ray cluster beside them.
+
+    In a smoke run with more than two workers, only torchrun and one spare: the others run the same code with two.
+    """
+    schedule, few = schedule_of(smoke=smoke), smoke and workers > 2
     all_in = Contest(workers=workers, schedule=schedule)
     found = {"torchrun": _after_rest(all_in.torchrun, folder / "torchrun")}
-    if torchft_ddp.INSTALLED:
+    if torchft_ddp.INSTALLED and not few:
         found["torchft"] = _after_rest(all_in.torchft, folder / "torchft")
     with ray_cluster(cpus=workers):
         found["spare"] = _after_rest(lambda place: all_in.ours(place, spares=1), folder / "spare")
+        if few:
+            return found
         found["TorchTrainer"] = _after_rest(all_in.ray_train, folder / "ray_train")
         found["none"] = _after_rest(lambda place: all_in.ours(place, spares=0), folder / "none")
     return found
@@ -77,8 +82,9 @@ def figures_of(name: str, found: dict[str, list[Recovery]]) -> list[Figure]:
         ("one spare", "TorchTrainer", TARGET), ("one spare", "torchrun", 1), ("one spare", "torchft", None),
         ("no spare", "TorchTrainer", 1), ("no spare", "torchrun", 1), ("no spare", "torchft", None),
     ):  # fmt: skip
-        if peer in found:
-            ours, theirs = found["spare" if which == "one spare" else "none"], found[peer]
+        own = "spare" if which == "one spare" else "none"
+        if peer in found and own in found:
+            ours, theirs = found[own], found[peer]
             against = f"{which}, against {peer}"
             figures.append(timed(name, f"{NEXT}, {against}", next_s(ours), next_s(theirs), target))
             if peer == "torchft":

@@ -142,10 +142,10 @@ class Worker:
         peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
-        feed = self._feeds.training.warm_feed(0)
-        if self._plan.placement.accelerator:  # a CPU could take minutes for the batch of one
-            feed = first_rows(feed, _REHEARSED_ROWS)
-        self._engine.warm(feed)
+        feed, on_cpu = self._feeds.training.warm_feed(0), not self._plan.placement.accelerator
+        if on_cpu or self._job.training.compile != "inductor":  # which would compile for the CPU
+            # A CPU could take minutes for the batch of an accelerator.
+            self._engine.warm(feed if on_cpu else first_rows(feed, _REHEARSED_ROWS))
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:

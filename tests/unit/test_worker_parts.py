@@ -242,20 +242,22 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     assert told == [(0, None), (1, None), (1, None)]
 
 
-@pytest.mark.parametrize(("accelerator", "rows"), [("", [4]), ("GPU", [2])])
-def test_a_standby_for_an_accelerator_rehearses_few_rows(
-    monkeypatch: pytest.MonkeyPatch, accelerator: str, rows: list[int]
+@pytest.mark.parametrize(
+    ("accelerator", "compile", "rows"),
+    [("", "auto", [4]), ("", "inductor", [4]), ("GPU", "auto", [2]), ("GPU", "inductor", [])],
+)
+def test_a_standby_for_an_accelerator_rehearses_few_rows_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, compile: str, rows: list[int]
 ) -> None:
     """Its CPU could take minutes for all of them."""
     feeds: list[Feed] = []
     monkeypatch.setattr(ScriptedEngine, "warm", lambda engine, feed: feeds.append(feed))
-    worker = scripted_worker(
-        monkeypatch, table_job(batch_size=4), placement=WorkerResources(cpus=1, accelerator=accelerator)
-    )
+    placement = WorkerResources(cpus=1, accelerator=accelerator)
+    worker = scripted_worker(monkeypatch, table_job(batch_size=4, compile=compile), placement=placement)
     worker.rehearse()
-    ((part,),) = [feed.parts for feed in feeds]
-    assert [batch.rows for batch in part] == rows
-    for batch in part:
+    batches = [batch for feed in feeds for part in feed.parts for batch in part]
+    assert [batch.rows for batch in batches] == rows
+    for batch in batches:
         assert {len(array) for array in (*batch.columns.values(), batch.weights, batch.samples)} == {batch.rows}
         assert not batch.weights.any()
 
