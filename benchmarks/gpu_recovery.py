@@ -37,10 +37,10 @@ ANSWER_S, END_S = 120.0, 20.0
 PAIRS, STEPS = 3, 4
 AFTERWARDS = Generation(token=1, number=2)
 MEMORY = Path("/dev/shm")
-LARGE = Size(words=32768, width=1024, layers=12, heads=16, tokens=256)
+LARGE = Size(words=16384, width=768, layers=12, heads=12, tokens=256)
 NOTE = (
-    f"A decoder of {LARGE.layers} blocks, {LARGE.width} wide: 219 million parameters in float32 and the state of "
-    f"AdamW, 2.6 GB; bf16 autocast, {BATCH} rows of {LARGE.tokens} tokens; one GPU, no Ray and no driver. The process "
+    f"A decoder of {LARGE.layers} blocks, {LARGE.width} wide: 110 million parameters in float32 and the state of "
+    f"AdamW, 1.3 GB; bf16 autocast, {BATCH} rows of {LARGE.tokens} tokens; one GPU, no Ray and no driver. The process "
     "that trains is killed with SIGKILL after its state was copied to the node's memory. Ours: a standby, which has "
     "imported and built all and rehearsed on the CPU, takes the GPU, loads the copy and trains. By hand: a new process "
     "imports torch, builds the model, loads what `torch.save` wrote to the same memory, and trains. Seconds from the "
