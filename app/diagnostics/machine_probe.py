@@ -225,11 +225,10 @@ _THROTTLE_REASONS = ("hardware slowdown", "heat (hardware)", "heat (driver)", "p
 
 def _probe_accelerators() -> Accelerators:
     """Return GPUs and TPUs of this machine."""
-    files = len([*Path("/dev").glob("nvidia[0-9]*")])
     tpus = len([*Path("/dev").glob("accel[0-9]*")]) or len([*Path("/dev/vfio").glob("[0-9]*")])
-    found = Accelerators(gpu_files=files, tpu_files=tpus, libtpu=_installed_version("libtpu"))
+    found = Accelerators(tpu_files=tpus, libtpu=_installed_version("libtpu"))
     if shutil.which("nvidia-smi") is None:
-        return replace(found, fault="nvidia-smi is missing" if files else "")
+        return replace(found, fault="nvidia-smi is missing" if [*Path("/dev").glob("nvidia[0-9]*")] else "")
     try:
         queried, computing = (
             _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"),

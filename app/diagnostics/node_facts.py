@@ -45,7 +45,6 @@ class Accelerators:
 
     devices: tuple[Device, ...] = ()
     fault: str = ""  # why nvidia-smi failed on a machine with GPUs
-    gpu_files: int = 0  # /dev/nvidia0 and so on
     tpu_files: int = 0  # /dev/accel0 and so on, or VFIO groups
     libtpu: str = ""
 

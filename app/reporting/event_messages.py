@@ -102,7 +102,7 @@ class EventFormatter:
         self._told_memory = 0
         self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
-        self._formed = self._told_waiting = self._told_noise = False
+        self._formed = self._told_noise = False
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
         self._waited_for = self._activity = self._told_traces = ""

@@ -35,7 +35,7 @@ class _StoredFile:
     """A file as it lies in its file system."""
 
     def __init__(self, system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> None:
-        self.file, self._system, self._expected = file, system, size_bytes
+        self.file, self._system = file, system
         self._handle: Any = None
         self.size_bytes: int = self._retried(lambda: self._opened().size())
         if size_bytes not in (None, self.size_bytes):
