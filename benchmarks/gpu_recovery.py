@@ -34,7 +34,7 @@ from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
 ANSWER_S, END_S = 120.0, 20.0
-PAIRS, STEPS = 3, 4
+PAIRS, STEPS, MANY = 3, 4, 4000  # pairs, steps before the state is saved, and more than a process gets to
 AFTERWARDS = Generation(token=1, number=2)
 MEMORY = Path("/dev/shm")
 LARGE = Size(words=16384, width=768, layers=12, heads=12, tokens=256)
@@ -65,7 +65,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     size = SMOKE if smoke else LARGE
     wanted = job(
         folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(words(size)),
-        batch_size=BATCH, epochs=STEPS, workers=1, strategy="one_device", precision="bf16",
+        batch_size=BATCH, epochs=MANY // 4, workers=1, strategy="one_device", precision="bf16",
     )  # fmt: skip
     cluster = tw.Cluster.parse(f"1x{sheet().name}") if ON_GPU else machine(1)
     with tempfile.TemporaryDirectory(dir=MEMORY) as place:
@@ -118,6 +118,7 @@ def _taken_over(ordered: Ordered) -> float:
         kept = _answer(pipe)
         begun = time.perf_counter()
         victim.kill()
+        victim.join(END_S)
         standby.send(kept)
         _answer(standby)
         return time.perf_counter() - begun
@@ -132,7 +133,7 @@ def _victim(pipe: Connection, ordered: Ordered) -> None:
     worker.snapshot(SnapshotRequest(step=STEPS - 1, verbs=("keep",)))
     taken = worker.keep(MemoryCopyRequest(version=1))
     pipe.send(MemoryCheckpoint(version=1, step=STEPS - 1, files=taken.files))
-    time.sleep(ANSWER_S)
+    worker.run(RunRequest(steps=range(STEPS - 1, MANY)))
 
 
 def _standby(pipe: Connection, ordered: Ordered) -> None:
@@ -183,7 +184,8 @@ def _trains(pipe: Connection, ordered: Ordered) -> None:
         loop.step()
     torch.save((loop.model.state_dict(), loop.optimizer.state_dict()), f"{ordered.place}/state.pt")
     pipe.send(None)
-    time.sleep(ANSWER_S)
+    while True:
+        loop.step()
 
 
 def _continues(pipe: Connection, ordered: Ordered) -> None:

@@ -91,16 +91,6 @@ def zero_weight(feed: Feed) -> Feed:
     return replace(feed, parts=parts)
 
 
-def first_rows(feed: Feed, rows: int) -> Feed:
-    """Return the same feed with at most so many rows of each micro-batch."""
-
-    def cut(batch: Batch) -> Batch:
-        columns = {name: array[:rows] for name, array in batch.columns.items()}
-        return Batch(columns=columns, weights=batch.weights[:rows], samples=batch.samples[:rows])
-
-    return replace(feed, parts=tuple(tuple(map(cut, part)) for part in feed.parts))
-
-
 @dataclass(frozen=True, kw_only=True)
 class MetricSums:
     """Sums and counts by metric name; never means of means."""

@@ -172,9 +172,9 @@ class Replanned(Event):
 
     @property
     def text(self) -> str:
-        """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
+        """`the plan changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
         many = "s" if self.workers != 1 else ""
-        text = f"the layout changes from {self.former} to {self.name} on {self.workers} worker{many}"
+        text = f"the plan changes from {self.former} to {self.name} on {self.workers} worker{many}"
         return f"{text}: {self.why}" if self.why else f"{text}, as in the beginning"
 
 

@@ -24,6 +24,7 @@ from trainwright.driver.checkpointing import drop_memory_copy_workers, drop_uplo
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, StandbyWorker, Transition
 from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
 
+_MOST_REPLANS = 8  # each plan needs a tenth less memory than the one before
 _UNASSIGNED = -1  # number of a worker that is about to be placed
 MAX_STANDBY_FAILURES = 3  # standbys in a row that ended by themselves
 
@@ -456,6 +457,7 @@ def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan |
     theirs = _plan_of_newest_state(living, turn.state.copied)
     if layouts is None or theirs is None:
         return None
+    layouts = _leaner_as_theirs(turn, layouts, theirs)
     own, fewest = layouts.on(world.workers, world.fewest), world.fewest
     if own is not None and own.layout == theirs.layout:
         turn.change(plan=theirs)  # its parts decide who gets which rank if there are more or fewer replicas now
@@ -472,6 +474,24 @@ def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan |
     former = layouts.plans[0].name
     turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former, workers=plan.workers, why=why))
     return plan
+
+
+def _leaner_as_theirs(turn: Transition, layouts: m.PlanSelector, theirs: Plan) -> m.PlanSelector:
+    """Take the plans that need less memory which the previous driver took, if the survivors have one of them."""
+    world, found = turn.settings.world, layouts
+    for _ in range(_MOST_REPLANS if turn.settings.limits.replan_memory else 0):
+        plan = found.on(theirs.workers, min(theirs.workers, world.fewest))
+        if plan is None:
+            break
+        if (plan.layout, plan.accumulation) == (theirs.layout, theirs.accumulation):
+            if found is not layouts:
+                turn.adjust_policy(layouts=found)
+            return found
+        leaner = found.leaner(plan)
+        if leaner is None:
+            break
+        found = leaner
+    return layouts
 
 
 def _plan_of_newest_state(living: Sequence[m.SurvivingWorker], copied: int) -> Plan | None:

@@ -525,7 +525,7 @@ class PlanSelector(Protocol):
         """Return a plan for `fewest` to `room` workers: the run's plan, smaller if necessary, otherwise another."""
 
     def lacking(self, room: int) -> str:
-        """Return why the run cannot keep its plan with so many workers, and why no other fits if that is so."""
+        """Return why the run's own plan does not fit so many workers, and why no other does if that is so."""
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[PlanSelector, Probed]:
         """Return a selector with the fastest measured plan as the run's, and an event that reports it.

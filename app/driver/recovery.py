@@ -64,19 +64,18 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     failed = failed_event(state, worker, state.membership.rank_of[worker], headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
-    if isinstance(error, DeviceOutOfMemory):
-        error = failure_policy.explain_out_of_memory(state, worker, error, event.failure.memory)
-        cause = replace(cause, error=error)
     if state.trials is not None and kind in ("user", "data", "internal"):
         _reject_plan(turn, cause, kill=kind == "internal")
     elif isinstance(error, DeviceOutOfMemory) and (leaner := _leaner_plans(turn)) is not None:
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)
-        _change_plans(turn, leaner, failed.rank)
+        turn.adjust_policy(layouts=leaner)
     elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):
         _has_answered(turn, worker)
         _fall_back(turn, error, cause)
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
+        if isinstance(error, DeviceOutOfMemory):
+            error = failure_policy.explain_out_of_memory(state, worker, error, event.failure.memory)
         turn.emit(failed)
         if event.verb == "upload":
             drop_upload_workers(turn, frozenset({worker}), error)
@@ -102,21 +101,14 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
 
 
 def _leaner_plans(turn: Transition) -> m.PlanSelector | None:
-    """Return plans that need less memory than that of this epoch; None if there are none, or the job asks for none."""
+    """Return plans that need less memory than that of this epoch; None if there are none, or the job asks for none.
+
+    They are the same for each of several ranks that run out of memory under one plan.
+    """
     layouts, plan = turn.settings.world.layouts, turn.state.membership.plan
     if not turn.settings.limits.replan_memory or layouts is None or plan is None:
         return None
     return layouts.leaner(plan)
-
-
-def _change_plans(turn: Transition, leaner: m.PlanSelector, rank: int) -> None:
-    """Let the next epoch have a plan that needs less memory; other ranks whose memory was too small change nothing."""
-    plan = turn.state.membership.plan
-    if leaner is turn.settings.world.layouts or plan is None:
-        return
-    turn.adjust_policy(layouts=leaner)
-    text = f"the memory of rank {rank}'s device is too small for {plan.name}"
-    turn.emit(Noted(text=f"{text}: the run continues under {leaner.plans[0].name}, which needs less"))
 
 
 def _has_older(state: DriverState) -> bool:

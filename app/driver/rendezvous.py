@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
-from trainwright.core.errors import headline
+from trainwright.core.errors import DeviceOutOfMemory, headline
 from trainwright.core.events import Formed, Noted, Replanned
 from trainwright.core.plan import Plan, ranks_by_node
 from trainwright.core.topology import Address, Generation, Peer, Role, StateAgreement, StateTag, StateTransfer
@@ -57,14 +57,17 @@ def begin_rendezvous(turn: Transition) -> None:
 
 
 def _plan_for_members(turn: Transition) -> Plan | None:
-    """Return the plan for the present number of workers; report a change of layout."""
+    """Return the plan for the present number of workers; report a change of layout or, after a replan, of batches."""
     layouts, count = turn.settings.world.layouts, len(turn.state.membership.members)
     if layouts is None:
         return None
     plan, former = layouts.on(count, turn.settings.world.fewest), turn.state.membership.plan or layouts.plans[0]
     assert plan is not None and plan.workers == count, "each member has a rank in the plan"
-    if plan.layout != former.layout:
-        why = layouts.lacking(plan.workers)
+    smaller = plan.workers == former.workers and plan.accumulation > former.accumulation
+    if plan.layout != former.layout or smaller:
+        blame, why = turn.state.recovery.blame, layouts.lacking(plan.workers)
+        if blame is not None and isinstance(blame.error, DeviceOutOfMemory):
+            why = f"the device of rank {blame.event.rank} ran out of memory"
         turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
     return plan
 
@@ -345,15 +348,27 @@ def settle_trials(turn: Transition) -> bool:
     trials, layouts = turn.state.trials, turn.settings.world.layouts
     if trials is None or trials.left:
         return True
-    if not trials.step_s:
-        turn.end_run("failed", trials.first)
-        return False
     assert layouts is not None, "there were plans to try"
+    if not trials.step_s:
+        leaner = None
+        if isinstance(trials.first, DeviceOutOfMemory) and turn.settings.limits.replan_memory:
+            leaner = layouts.leaner(min(layouts.plans, key=_memory_bytes))
+        if leaner is None:
+            turn.end_run("failed", trials.first)
+            return False
+        _end_trials(turn)
+        turn.adjust_policy(layouts=leaner)
+        return True
     chosen, event = layouts.measured(trials.step_s, trials.aside)
     _end_trials(turn)
     turn.adjust_policy(layouts=chosen)
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
+
+
+def _memory_bytes(plan: Plan) -> float:
+    """Return the predicted memory of a plan's fullest device."""
+    return max(plan.estimate.stage_memory_bytes, default=0.0) if plan.estimate is not None else 0.0
 
 
 def _end_trials(turn: Transition) -> None:

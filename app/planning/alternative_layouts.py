@@ -29,6 +29,7 @@ from trainwright.strategies.search.plan_request import PlanRequest
 
 MOST_CANDIDATES = 3
 MEASURING_SHARE = 0.02
+_OF_DEGREES = ("zero", "offload", "sequence", "wire")  # choices that mean nothing under other degrees
 _RENDEZVOUS_S = 4.0  # assumed before the first one: to form a group, build a model and warm it up
 
 
@@ -111,7 +112,7 @@ class AlternativePlans:
 
     def lacking(self, room: int) -> str:
         """Return why the run's own plan does not fit a number of workers, and why others do not either."""
-        plan, reason = self.plans[0], "a device ran out of memory" if self.question.room_bytes else ""
+        plan, reason = self.plans[0], ""
         try:
             plan.resized(room)
         except ValueError as error:
@@ -153,19 +154,30 @@ class AlternativePlans:
     def leaner(self, plan: Plan) -> AlternativePlans | None:
         """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
 
-        What the job pins holds, but for the degrees and the number of micro-batches. This selector if its plans need so
-        much less already; None if no other plan does.
+        What the job pins holds, but for the degrees and a number of micro-batches above one. The run's own plan is
+        searched for all of its workers, so that it fits again when lost ones are back. This selector if its plans need
+        so much less already; None if no other plan does.
         """
         stages = plan.estimate.stage_memory_bytes if plan.estimate is not None else ()
         room_bytes = int(LESS_MEMORY * max(stages, default=0))
-        if 0 < self.question.room_bytes <= room_bytes:
-            return self
+        if not room_bytes or 0 < self.question.room_bytes <= room_bytes:
+            return self if room_bytes else None
         pins, names = self._demands()[0]
-        pins = replace(pins, choices={name: value for name, value in pins.choices.items() if name != "accumulation"})
-        question = replace(self.question, room_bytes=room_bytes, accumulation=None)
+        accumulation, free = self.question.accumulation, {"micro_batch"}
+        if self.job.training.local_state:
+            accumulation = plan.accumulation  # each micro-batch has its own state
+        elif (accumulation or 1) > 1:
+            accumulation, free = None, {"micro_batch", "accumulation"}
+        pins = replace(pins, choices={name: value for name, value in pins.choices.items() if name not in free})
+        own = plan.layout in [each.layout for each in self.plans]
+        workers = self.plans[0].workers if own else plan.workers
+        question = replace(self.question, room_bytes=room_bytes, accumulation=accumulation)
         found = replace(self, question=question, _known={}, _others={})
-        best, _ = found._best(plan.workers, pins, names) if room_bytes else (None, "")
-        return replace(found, plans=(best,)) if best is not None else None
+        best, _ = found._best(workers, pins, names, resizable=own and self.plans[0].strategy != "one_device")
+        if best is None:
+            return None
+        found = replace(found, plans=(best,)) if own else replace(found, _others={workers: (best, "")})
+        return found if found.on(plan.workers, plan.workers) is not None else None
 
     def _other(self, workers: int) -> tuple[Plan | None, str]:
         """Return the planner's choice for a number of workers: with the pinned choices where possible, else without."""
@@ -178,11 +190,18 @@ class AlternativePlans:
             self._others[workers] = (best, "" if best is not None else reason)
         return self._others[workers]
 
-    def _best(self, workers: int, pins: PlanConstraints, names: Collection[str]) -> tuple[Plan | None, str]:
-        """Return the best plan of the named strategies for a number of workers, or why there is none."""
+    def _best(
+        self, workers: int, pins: PlanConstraints, names: Collection[str], *, resizable: bool = False
+    ) -> tuple[Plan | None, str]:
+        """Return the best plan of the named strategies for a number of workers, or why there is none.
+
+        Args:
+            resizable: the plan may get other numbers of workers later.
+        """
         if self.plans[0].keras_backend:
             return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
-        asked = replace(self.question, workers=workers, min_workers=None, max_workers=None, pins=pins)
+        bound = workers if resizable else None
+        asked = replace(self.question, workers=workers, min_workers=bound, max_workers=bound, pins=pins)
         found = search_plans(asked, self.calibration)
         fitting = [
             plan
@@ -199,7 +218,7 @@ class AlternativePlans:
         """Return the pinned choices without degrees, then none."""
         known = tuple(strategies_for("torch"))
         pins = self.question.pins
-        choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload", "sequence")}
+        choices = {name: value for name, value in pins.choices.items() if name not in _OF_DEGREES}
         kept = (
             replace(pins, mesh=None, choices=choices),
             (self.job.planning.strategy,) if self.job.planning.strategy else known,
@@ -209,6 +228,8 @@ class AlternativePlans:
 
 
 def _resized(plan: Plan, workers: int) -> Plan | None:
+    if plan.strategy == "one_device" and workers > 1:
+        return None
     try:
         return plan.resized(workers)
     except ValueError:

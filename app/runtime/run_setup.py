@@ -64,8 +64,8 @@ class RunSetup:
         object.__setattr__(self, "request", PlanRequest.of(job, decision.profile, decision.used))
         plans = decision.contenders or (decision.chosen,)
         object.__setattr__(self, "layouts", alternative_plans(job, self.request, plans))
-        if self.layouts is None and job.recovery.on_oom == "replan":
-            problem = f'on_oom="replan" needs torch with one device in each worker, and the plan is {plans[0].name}'
+        if job.recovery.on_oom == "replan" and (self.layouts is None or plans[0].keras_backend):
+            problem = f'on_oom="replan" needs a torch module on one device in each worker; the plan is {plans[0].name}'
             raise JobError([f"{problem}: leave it out"])
         schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
         object.__setattr__(self, "schedule", schedule)

@@ -33,7 +33,6 @@ from trainwright.core.data import (
     PeakMemory,
     PhaseTimes,
     StepReport,
-    first_rows,
     zero_weight,
 )
 from trainwright.core.engine import (
@@ -83,7 +82,6 @@ from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
 _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
-_REHEARSED_ROWS = 2  # of each micro-batch, instead of an accelerator; batch norm refuses one
 
 
 class Worker:
@@ -142,10 +140,9 @@ class Worker:
         peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
-        feed, on_cpu = self._feeds.training.warm_feed(0), not self._plan.placement.accelerator
-        if on_cpu or self._job.training.compile != "inductor":  # which would compile for the CPU
-            # A CPU could take minutes for the batch of an accelerator.
-            self._engine.warm(feed if on_cpu else first_rows(feed, _REHEARSED_ROWS))
+        feed = self._feeds.training.warm_feed(0)
+        if not self._plan.placement.accelerator:  # a CPU could take minutes for the batch of one, or to compile for it
+            self._engine.warm(feed)
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:

@@ -630,7 +630,7 @@ _ALL = (
         like="FSDP2",
         layout="dp=4,zero=2",
         predict=_OWN,
-        verified="CPU, 2 to 4 processes; Ray; one H100, one worker over NCCL",
+        verified="CPU, 2 to 4 processes; Ray",
     ),
     Strategy(
         name="tensor_parallel", engines={"torch": f"{_TORCH}.tensor_parallel:TensorParallel"},
@@ -640,7 +640,7 @@ _ALL = (
         like="torch's `parallelize_module`",
         layout="dp=2,tp=2",
         predict=_OWN,
-        verified="CPU, 2 to 4 processes; Ray; one H100, one worker over NCCL",
+        verified="CPU, 2 to 4 processes; Ray",
     ),
     Strategy(
         name="pipeline", engines=_PIPELINE, propose=_propose_pipeline, no_step=_NO_STEP,
@@ -650,7 +650,7 @@ _ALL = (
         layout="pp=2,dp=2,schedule=1f1b,accumulation=8",
         equal="yes, except PipeDream",
         predict=_OWN,
-        verified="CPU, 2 to 4 processes; Ray; one H100, one worker over NCCL",
+        verified="CPU, 2 to 4 processes; Ray",
     ),
     Strategy(
         name="model_parallel", engines=_PIPELINE, propose=_propose_model_parallel, no_step=_NO_STEP,
