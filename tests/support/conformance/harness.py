@@ -20,9 +20,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Generation, Group, Peer, StateTag, StateTransfer
 
 PRINT_S = 2.0  # for the stack traces of a silent rank
-# The device of all ranks: on `cuda:0` they share one GPU, and gloo carries their collectives, since NCCL takes one rank
-# of a GPU. Send and receive are not among those that gloo does on GPUs, so that pipelines cannot run so.
-DEVICE = os.environ.get("TRAINWRIGHT_CONFORMANCE_DEVICE", "cpu")
+DEVICE = "cpu"  # of all ranks; see tests/gpu/test_several_ranks.py
 ANSWER_S, GROUP_S = 120.0, 100.0  # the first compilation by Inductor on a machine takes 40 s of two quiet cores
 
 
