@@ -33,7 +33,7 @@ from trainwright.reporting.plan_view import (
     planned_nodes,
     share_of_step,
 )
-from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
 from trainwright.strategies.search.plan_ranking import is_asynchronous
@@ -51,6 +51,7 @@ class Decision:
     used: Cluster  # the part of it that the job may use
     # plans to measure before the first step, the chosen one first; empty where none are measured
     contenders: tuple[Plan, ...] = ()
+    calibration: Calibration = DEFAULT  # that the chosen plan's estimate was made with
     delivery: str = "direct"  # how the training rows reach the workers, `direct` or `ray_data`
 
     @property
@@ -61,7 +62,9 @@ class Decision:
     @property
     def timeline(self) -> str:
         """SVG of the predicted step of the chosen plan; empty where workers step asynchronously."""
-        return "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
+        return (
+            "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen, self.calibration)
+        )
 
     def __repr__(self) -> str:
         return plan_text(self)
@@ -171,13 +174,14 @@ _WIDE, _LEFT, _RIGHT, _LANE, _BAR, _STRIP = 960.0, 76.0, 936.0, 34.0, 20.0, 6.0
 _INK, _SOFT, _GRID = "var(--ink,currentColor)", "var(--soft,#7b8694)", "var(--grid,#8a94a033)"
 
 
-def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan) -> str:
+def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, calibration: Calibration = DEFAULT) -> str:
     """Draw the predicted step of a plan on a cluster: a lane for each stage, with gradient reductions below it.
 
     Args:
         profile: of the model.
         cluster: that the plan is for; it need not exist.
         plan: with its batch size and precision, as the ranking gives it.
+        calibration: that its estimate was made with.
 
     Raises:
         PlanError: the plan is impossible on this cluster, or with this model and batch.
@@ -186,7 +190,7 @@ def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan) -> str:
     work = compute_step_work(
         profile, MachineModel.of(cluster, plan.mesh.size), plan, batch_size=plan.batch_size, precision=plan.precision
     )
-    found = timeline(work)
+    found = timeline(work, calibration)
     stages = list(range(len(found.lanes)))
     shown = stages if len(stages) <= 2 * _EDGE_STAGES + 1 else stages[:_EDGE_STAGES] + stages[-_EDGE_STAGES:]
     spans = [span for stage in shown for span in (*found.lanes[stage], *found.reductions[stage])]

@@ -111,15 +111,15 @@ def _measurement(decision: Decision, plan: Plan, cluster: Cluster, batch_size: i
 
 def _predicted(decision: Decision, measured: Measurement, note: str) -> Decision:
     """Return the decision with an estimate of the chosen plan that a measurement calibrates, and a note of it."""
-    plan = decision.chosen
+    plan, calibration = decision.chosen, calibrate([measured])
     found = estimate(
         decision.profile, decision.used, plan, batch_size=plan.batch_size, precision=plan.precision,
-        calibration=calibrate([measured]),
+        calibration=calibration,
     )  # fmt: skip
     chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
     own = (plan.strategy, plan.text)
     contenders = tuple(chosen if (each.strategy, each.text) == own else each for each in decision.contenders)
-    return replace(decision, chosen=chosen, contenders=contenders)
+    return replace(decision, chosen=chosen, contenders=contenders, calibration=calibration)
 
 
 def _key(description: Mapping[str, str], profile: ModelProfile, rows: int, workers: int) -> str:

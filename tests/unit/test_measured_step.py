@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -64,6 +65,8 @@ def test_a_step_that_takes_longer_than_assumed_is_predicted_so(cache: Path) -> N
     assert slow.asked == [32] and estimate.step_s == pytest.approx(slow.step_s + beside, rel=0.15)
     assert estimate.high_s / estimate.low_s < assumed.high_s / assumed.low_s
     assert "predicted from a step of 32 rows, which took" in found.chosen.notes[-1]
+    drawn = re.search(r"One step of [^<\"]*, ([\d.]+) ms", found.timeline)
+    assert drawn is not None and float(drawn[1]) == pytest.approx(1e3 * estimate.step_s, rel=0.02)
     again = Clock(1.0)
     assert estimate_of(predicted(before, again).chosen) == estimate and not again.asked, "it is kept"
     assert len(json.loads(cache.read_text())) == 1
