@@ -215,7 +215,7 @@ def scaling_charts(counts: Sequence[int], times_s: Sequence[float], dollars: Seq
         from matplotlib.ticker import NullFormatter
 
         axes.set_yscale("log")
-        axes.plot(counts, ideal_s, ":", color=_COLOURS["soft"], label="as if all were worth the first")
+        axes.plot(counts, ideal_s, ":", color=_COLOURS["soft"], label="if each added as much as the first")
         draw(axes, times_s)
         low_s, high_s = axes.get_ylim()
         ticks_s = [seconds for seconds in _ROUND_S if low_s <= seconds <= high_s]
