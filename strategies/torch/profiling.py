@@ -328,14 +328,17 @@ def _copy(numbers: int, device: str) -> Callable[[], object]:
 def _call_s(work: Callable[[], object], device: str) -> float:
     """Return the seconds of a call: the mean of at least 0.2 s, after shorter blocks for warm-up.
 
-    The host waits for the device at the ends of a block alone: to wait for each call would count as work.
+    The host waits for a GPU at the ends of a block alone: to wait for each call would count as work. Of one CPU core,
+    the time in which another process had it does not count.
     """
 
-    def clock() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
+    def gpu_clock() -> float:
+        torch.cuda.synchronize()
         return time.perf_counter()
 
+    clock = gpu_clock
+    if device == "cpu":
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     work()
     calls, spent_s = timeit.Timer(work, timer=clock).autorange()
     return spent_s / calls

@@ -363,3 +363,19 @@ def test_a_probe_does_not_count_the_wait_for_each_call(monkeypatch: pytest.Monke
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert profiling._call_s(work, "cuda") == pytest.approx(1e-3, rel=0.01)
     assert now_s < 1.0
+
+
+@pytest.mark.parametrize(("threads", "seconds"), [(1, 1e-3), (2, 1e-2)])
+def test_a_probe_of_one_core_does_not_count_the_time_in_which_others_have_it(
+    monkeypatch: pytest.MonkeyPatch, threads: int, seconds: float
+) -> None:
+    spent_s = 0.0
+
+    def work() -> None:
+        nonlocal spent_s
+        spent_s += 1e-3
+
+    clocks = SimpleNamespace(thread_time=lambda: spent_s, perf_counter=lambda: 10 * spent_s)
+    monkeypatch.setattr(profiling, "time", clocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert profiling._call_s(work, "cpu") == pytest.approx(seconds, rel=0.01)
