@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.test_failures import test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one as survives
 from tests.gpu.lone import CPU, GPU, Run, Task, trained
 from tests.gpu.test_engines import assert_near
 from tests.support.conformance import harness, torch_case
@@ -56,4 +55,7 @@ def test_steps_of_a_divided_model_are_those_of_one_device(pool: Pool, case: Case
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("case", SHARED)
 def test_a_killed_rank_is_replaced_bit_by_bit(pool: Pool, case: Case, victim: int) -> None:
-    survives(pool, case, RANKS, victim)
+    pytest.importorskip("pydantic", reason="the driver's rules need pydantic, which is not installed here")
+    from tests.conformance import test_failures
+
+    test_failures.test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(pool, case, RANKS, victim)
