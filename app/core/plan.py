@@ -194,6 +194,11 @@ class Plan:
         return cls(batch_size=0, placement=WorkerResources(cpus=1.0), engine="", **_parse_plan(text))
 
     @property
+    def memory_bytes(self) -> int:
+        """Predicted memory of the fullest device; 0 without a prediction."""
+        return max(self.estimate.stage_memory_bytes, default=0) if self.estimate is not None else 0
+
+    @property
     def text(self) -> str:
         """The text that `Plan.parse` and a job's `plan=` read; without stage sizes and precision."""
         return _format_plan(self)

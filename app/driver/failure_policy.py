@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import median
 
 from trainwright.core.data import PeakMemory
-from trainwright.core.errors import HangError, LossSpike, TrainwrightError, WorkerLost
+from trainwright.core.errors import DeviceOutOfMemory, HangError, LossSpike, TrainwrightError, WorkerLost
 from trainwright.core.events import Failed, Noted, Stacks
 from trainwright.core.job_consistency import CRASH_LOOP_FAILURES
 from trainwright.driver import checkpointing
@@ -171,7 +171,9 @@ def _final_error(state: DriverState, text: str) -> Exception:
         what, remedy = loop
         return type(error)(f"{what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
     code = state.recovery.blame.kind in _PROGRAMMING_ERRORS and isinstance(error, TrainwrightError)
-    if not code and not isinstance(error, (WorkerLost, HangError)):
+    if isinstance(error, DeviceOutOfMemory):
+        error = explain_out_of_memory(state, state.recovery.blame.event.rank, error)
+    elif not code and not isinstance(error, (WorkerLost, HangError)):
         return error
     assert isinstance(error, TrainwrightError), "all other errors were returned"
     remedy = _TRACEBACK_REMEDY if code else error.remedy
@@ -179,10 +181,10 @@ def _final_error(state: DriverState, text: str) -> Exception:
 
 
 def explain_out_of_memory(
-    state: DriverState, worker: int, error: TrainwrightError, memory: PeakMemory | None
+    state: DriverState, rank: int, error: TrainwrightError, memory: PeakMemory | None = None
 ) -> TrainwrightError:
     """Return the error with what the plan predicted, what was used, and the plans that need less memory."""
-    explain, rank = state.settings.limits.explain_memory, state.membership.rank_of[worker]
+    explain = state.settings.limits.explain_memory
     if explain is None:
         return error
     figures, remedy = explain(state.membership.plan, rank, memory)

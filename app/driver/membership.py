@@ -487,6 +487,8 @@ def _leaner_as_theirs(turn: Transition, layouts: m.PlanSelector, theirs: Plan) -
             if found is not layouts:
                 turn.adjust_policy(layouts=found)
             return found
+        if plan.memory_bytes < theirs.memory_bytes:
+            break  # each further one needs less still
         leaner = found.leaner(plan)
         if leaner is None:
             break

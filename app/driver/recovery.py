@@ -75,7 +75,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         _fall_back(turn, error, cause)
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
         if isinstance(error, DeviceOutOfMemory):
-            error = failure_policy.explain_out_of_memory(state, worker, error, event.failure.memory)
+            error = failure_policy.explain_out_of_memory(state, failed.rank, error, event.failure.memory)
         turn.emit(failed)
         if event.verb == "upload":
             drop_upload_workers(turn, frozenset({worker}), error)

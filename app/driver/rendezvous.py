@@ -352,7 +352,7 @@ def settle_trials(turn: Transition) -> bool:
     if not trials.step_s:
         leaner = None
         if isinstance(trials.first, DeviceOutOfMemory) and turn.settings.limits.replan_memory:
-            leaner = layouts.leaner(min(layouts.plans, key=_memory_bytes))
+            leaner = layouts.leaner(min(layouts.plans, key=lambda plan: plan.memory_bytes))
         if leaner is None:
             turn.end_run("failed", trials.first)
             return False
@@ -364,11 +364,6 @@ def settle_trials(turn: Transition) -> bool:
     turn.adjust_policy(layouts=chosen)
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
-
-
-def _memory_bytes(plan: Plan) -> float:
-    """Return the predicted memory of a plan's fullest device."""
-    return max(plan.estimate.stage_memory_bytes, default=0.0) if plan.estimate is not None else 0.0
 
 
 def _end_trials(turn: Transition) -> None:

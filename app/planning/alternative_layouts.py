@@ -44,7 +44,7 @@ def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[P
         or job.planning.strategy
         or job.planning.plan
         or job.tensorflow.run != "step"
-        or not _movable(chosen)
+        or not is_movable(chosen)
         or chosen.workers == 1
     ):
         return ()
@@ -52,7 +52,7 @@ def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[P
         return ()
     limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
-        if _movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
+        if is_movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
             found.setdefault(plan.strategy, plan)
     return tuple(found.values())[:MOST_CANDIDATES] if len(found) > 1 else ()
 
@@ -76,7 +76,7 @@ def alternative_plans(job: Job, question: PlanRequest, plans: Sequence[Plan]) ->
     return AlternativePlans(job=job, question=question, plans=tuple(plans)) if _resizable(plans[0]) else None
 
 
-def _movable(plan: Plan) -> bool:
+def is_movable(plan: Plan) -> bool:
     """Return whether a process of this plan can continue under others, for which it builds the model again.
 
     Not one of Keras, which names variables by how many a process has made: another build's would have other names.
@@ -158,8 +158,7 @@ class AlternativePlans:
         searched for all of its workers, so that it fits again when lost ones are back. This selector if its plans need
         so much less already; None if no other plan does.
         """
-        stages = plan.estimate.stage_memory_bytes if plan.estimate is not None else ()
-        room_bytes = int(LESS_MEMORY * max(stages, default=0))
+        room_bytes = int(LESS_MEMORY * plan.memory_bytes)
         if not room_bytes or 0 < self.question.room_bytes <= room_bytes:
             return self if room_bytes else None
         pins, names = self._demands()[0]
@@ -206,7 +205,7 @@ class AlternativePlans:
         fitting = [
             plan
             for plan in found.plans
-            if _movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
+            if is_movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
         ]
         best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration)
         if best is not None:

@@ -20,7 +20,7 @@ from trainwright.datasets.dataset import Index, delivery_of, transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
-from trainwright.planning.alternative_layouts import is_worth_measuring
+from trainwright.planning.alternative_layouts import is_movable, is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.planning.data_delivery import deliver_by_measuring
 from trainwright.planning.decision import Decision
@@ -180,6 +180,9 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
     _check_weights(job, profile)
+    if job.recovery.on_oom == "replan" and not is_movable(decision.chosen):
+        problem = 'on_oom="replan" needs a torch module on one device in each worker'
+        raise JobError([f"{problem}; the plan is {decision.chosen.name}: leave it out"])
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)

@@ -41,7 +41,7 @@ def explain_out_of_memory(
     if memory is not None:
         figures += f", and tensors used {memory.allocated_bytes / _GIB:.3g} GiB"
         figures += f" ({memory.reserved_bytes / _GIB:.3g} GiB reserved)" if memory.reserved_bytes else ""
-    return figures, _remedy(request, failed, int(LESS_MEMORY * max(stages)))
+    return figures, _remedy(request, failed, int(LESS_MEMORY * failed.memory_bytes))
 
 
 def _remedy(request: PlanRequest, failed: Plan, room_bytes: int) -> str:
@@ -56,6 +56,6 @@ def _remedy(request: PlanRequest, failed: Plan, room_bytes: int) -> str:
 
 def _described(plan: Plan, failed: Plan) -> str:
     """Return `strategy="sharded", plan="shard=8" (18 GiB, 1.2 times the step time)`."""
-    needs = max(estimate_of(plan).stage_memory_bytes) / _GIB
+    needs = plan.memory_bytes / _GIB
     times = estimate_of(plan).step_s / estimate_of(failed).step_s
     return f'strategy="{plan.strategy}", plan="{plan.text}" ({needs:.3g} GiB, {times:.2g} times the step time)'

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainwright.core import events, formatting
 from trainwright.core.data import Batch
-from trainwright.core.errors import JobError
 from trainwright.core.events import Event, Steps
 from trainwright.core.frameworks import package_versions
 from trainwright.core.job import Job
@@ -64,9 +63,6 @@ class RunSetup:
         object.__setattr__(self, "request", PlanRequest.of(job, decision.profile, decision.used))
         plans = decision.contenders or (decision.chosen,)
         object.__setattr__(self, "layouts", alternative_plans(job, self.request, plans))
-        if job.recovery.on_oom == "replan" and (self.layouts is None or plans[0].keras_backend):
-            problem = f'on_oom="replan" needs a torch module on one device in each worker; the plan is {plans[0].name}'
-            raise JobError([f"{problem}: leave it out"])
         schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
         object.__setattr__(self, "schedule", schedule)
 

@@ -184,6 +184,23 @@ def test_the_second_plan_in_a_row_that_is_too_large_ends_the_run() -> None:
     assert isinstance(ended.error, DeviceOutOfMemory)
 
 
+def test_a_run_that_failed_too_often_ends_with_the_prediction_and_what_fits() -> None:
+    asked: list[Any] = []
+
+    def explain(*question: Any) -> tuple[str, str]:
+        asked.append(question)
+        return "the plan predicted 1 GiB", "use a smaller batch_size"
+
+    story = replanning(explain_memory=explain, failures=0)
+    failed(story)
+    story.returns("leave", StateTag(step=0))
+    ended: Any = story.state.shutdown
+    assert isinstance(ended.error, DeviceOutOfMemory)
+    assert [(plan.strategy, rank) for plan, rank, _ in asked] == [("wide", 1)]
+    assert "the plan predicted 1 GiB; failure 1 in a row" in ended.error.what
+    assert ended.error.remedy == "use a smaller batch_size"
+
+
 # --- What would fit ---------------------------------------------------------------------------------------------------
 
 
