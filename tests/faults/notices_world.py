@@ -45,7 +45,11 @@ def answers(cloud: str) -> dict[str, str]:
 def announcing_step(folder: Path, cloud: str) -> Any:
     """The step of `tests.support.torch_jobs`, in which AWS recommends to leave before step 5, and all announce in 8."""
     file = folder.parent / "answers.json"
-    waits = {10: torch_jobs.Awaited(kind=events.Leaving, number=2)}
+    # The checkpoint of step 5 must be written before ranks that alone hold the state can hand over.
+    waits = {
+        10: torch_jobs.Awaited(kind=events.Leaving, number=2),
+        11: torch_jobs.Awaited(kind=events.Checkpointed),
+    }
     if cloud == "aws":
         waits[5] = torch_jobs.Awaited(kind=events.Noted, number=1)
     inner = torch_jobs.make_step((), awaits=waits, storage=str(folder))

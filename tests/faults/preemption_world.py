@@ -30,7 +30,9 @@ def marking_step(folder: Path, how: str) -> Any:
     """The step of `tests.support.torch_jobs`, with a notice in step 8 and a mark for each node."""
     notice = torch_jobs.Kill(rank=0, step=8, folder=str(folder.parent), number=signal.SIGTERM)
     kills = (notice,) if how == "sigterm" else ()
-    inner = torch_jobs.make_step(kills, awaits={10: torch_jobs.Awaited(kind=events.Leaving)}, storage=str(folder))
+    # The checkpoint of step 5 must be written before a rank that alone holds the state can hand over.
+    awaits = {10: torch_jobs.Awaited(kind=events.Leaving), 11: torch_jobs.Awaited(kind=events.Checkpointed)}
+    inner = torch_jobs.make_step(kills, awaits=awaits, storage=str(folder))
 
     def step(model: Any, batch: Any) -> Any:
         if model.training and ray.get_runtime_context().get_actor_id():  # not a trial of the driver's
