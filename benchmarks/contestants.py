@@ -20,7 +20,7 @@ from problem import BATCH_SIZE, job
 from stamps import stamping
 
 import trainwright as tw
-from trainwright.core.events import Placed
+from trainwright.core.events import Event, Formed, Placed
 from trainwright.storage.event_files import read_events
 from trainwright.storage.object_store import open_store
 
@@ -42,7 +42,7 @@ class Contest:
         return self.schedule.every * BATCH_SIZE
 
     def ours(self, folder: Path, *, spares: int, **fields: Any) -> list[Recovery]:
-        """trainwright; with spares, a kill waits until they are ready."""
+        """trainwright; a kill waits until spares are ready, and all workers are there again."""
         folder.mkdir()
         runs = folder / "runs"
         described: dict[str, Any] = {
@@ -60,7 +60,10 @@ class Contest:
                 if (folder / "last").exists():
                     started.stop()
 
-        return measured(folder, self.schedule, run, lambda kills: _spares(runs) >= spares * (kills + 1))
+        def ready(kills: int) -> bool:
+            return min(_spares(runs) - spares * (kills + 1), _whole(runs, self.workers) - (kills + 1)) >= 0
+
+        return measured(folder, self.schedule, run, ready)
 
     def ray_train(self, folder: Path) -> list[Recovery]:
         """Ray Train."""
@@ -113,10 +116,18 @@ def _at_once(kills: int) -> bool:
     return True
 
 
+def _told(runs: Path) -> Sequence[Event]:
+    return read_events(open_store(str(runs)), "benchmark") if (runs / "benchmark").exists() else []
+
+
 def _spares(runs: Path) -> int:
     """How many spares have come to be ready so far."""
-    told = read_events(open_store(str(runs)), "benchmark") if (runs / "benchmark").exists() else []
-    return sum(isinstance(event, Placed) and event.spare for event in told)
+    return sum(isinstance(event, Placed) and event.spare for event in _told(runs))
+
+
+def _whole(runs: Path, workers: int) -> int:
+    """How often a group of all workers was formed so far."""
+    return sum(isinstance(event, Formed) and event.workers == workers for event in _told(runs))
 
 
 def _torchrun(agent: Sequence[str], script: str, settings: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from peers import torchft_ddp
 KILLS, PAUSE_S, CHECKPOINT_STEPS, AFTER_STEPS = 7, 0.1, 20, 13
 TARGET, LIMIT_S = 1 / 12, 0.6
 NEXT, WHOLE, AGAIN = "SIGKILL to next completed step", "SIGKILL to a step with all workers again", "steps done again"
+_OURS = (("one spare", "spare"), ("no spare", "none"), ("no spare, the others continue", "shrink"))
+_TARGETS = {"TorchTrainer": 1, "torchrun": 1, "torchft": None}
 _PEERS = (
     f"The job of `step_time` with a pause of {PAUSE_S:g} s after each step and a checkpoint after each "
     f"{CHECKPOINT_STEPS} steps, one run for each of them in turn; the same model, batch, threads, data and optimizer. "
@@ -24,7 +27,8 @@ _PEERS = (
     "`steps done again` counts completed steps that were computed once more, over all kills. The 95th "
     "percentile is interpolated. "
     "What each was given: trainwright a Ray cluster that is up, and one spare (its default; a kill then waits until "
-    "the spare is ready) or none. TorchTrainer the same cluster, checkpoints by `ray.train.report` and a FailureConfig "
+    'the spare is ready), or none, or none and `on_loss="shrink"`: the others continue with the same batch until the '
+    "replacement is there. TorchTrainer the same cluster, checkpoints by `ray.train.report` and a FailureConfig "
     "as its guides show. torchrun `--standalone --max-restarts`, a monitor interval of 0.1 s (its default), a snapshot "
     "by rank 0 that is loaded at the start as torch's tutorial on fault tolerance has it, and "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its restarts over gloo fail or hang (pytorch#135712). "
@@ -41,12 +45,7 @@ NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    found = contest(folder, workers=2, smoke=smoke)
-    ours = next_s(found["spare"])
-    limit = compare(
-        "recovery", f"{NEXT}, one spare, against the limit", "s", ours, [LIMIT_S] * len(ours), target=1, tails=True
-    )
-    return [limit, *figures_of("recovery", found)]
+    return figures_of("recovery", contest(folder, workers=2, smoke=smoke))
 
 
 def schedule_of(*, smoke: bool) -> Schedule:
@@ -72,17 +71,16 @@ def contest(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Recove
             return found
         found["TorchTrainer"] = _after_rest(all_in.ray_train, folder / "ray_train")
         found["none"] = _after_rest(lambda place: all_in.ours(place, spares=0), folder / "none")
+        shrinking = {"spares": 0, "min_workers": 1, "on_loss": "shrink"}
+        found["shrink"] = _after_rest(lambda place: all_in.ours(place, **shrinking), folder / "shrink")
     return found
 
 
 def figures_of(name: str, found: dict[str, list[Recovery]]) -> list[Figure]:
     """trainwright with and without a spare against each peer."""
-    figures = []
-    for which, peer, target in (
-        ("one spare", "TorchTrainer", TARGET), ("one spare", "torchrun", 1), ("one spare", "torchft", None),
-        ("no spare", "TorchTrainer", 1), ("no spare", "torchrun", 1), ("no spare", "torchft", None),
-    ):  # fmt: skip
-        own = "spare" if which == "one spare" else "none"
+    figures = [against_limit(name, which, found[own]) for which, own in _OURS if own in found and own != "none"]
+    for (which, own), (peer, usual) in itertools.product(_OURS, _TARGETS.items()):
+        target = TARGET if (own, peer) == ("spare", "TorchTrainer") else usual
         if peer in found and own in found:
             ours, theirs = found[own], found[peer]
             against = f"{which}, against {peer}"
@@ -91,6 +89,11 @@ def figures_of(name: str, found: dict[str, list[Recovery]]) -> list[Figure]:
                 figures.append(timed(name, f"{WHOLE}, {against}", _whole_s(ours), _whole_s(theirs), None))
             figures.append(again(name, against, ours, theirs))
     return figures
+
+
+def against_limit(name: str, which: str, items: Sequence[Recovery]) -> Figure:
+    ours = next_s(items)
+    return timed(name, f"{NEXT}, {which}, against the limit", ours, [LIMIT_S] * len(ours), 1)
 
 
 def _after_rest(run: Callable[[Path], list[Recovery]], folder: Path) -> list[Recovery]:

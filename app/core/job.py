@@ -216,7 +216,7 @@ class Scaling(_OptionGroup):
             `place_deadline_s`. The global batch stays the same; results agree within float tolerance (not bitwise, nor
             with dropout). Where fewer workers cannot carry out the plan, they continue under another plan.
         max_workers: the run grows up to this number when there is room; by default `workers`.
-        shrink_s: seconds to wait for missing workers before the others continue without them.
+        shrink_s: seconds to wait for missing workers before the others continue without them; see also `on_loss`.
         accelerator: `auto`, `cpu`, `gpu`, `tpu`, or a model such as `A100-80GB`: its nodes alone are used.
         place_deadline_s: seconds to wait for the cluster to start the workers; by default 300, or 1,800 on a cluster
             that starts nodes on demand.
@@ -265,6 +265,8 @@ class Recovery(_OptionGroup):
         skip_limit: samples, and steps, that each worker may skip before the run ends in spite of `skip`.
         on_oom: when a device runs out of memory: `raise`, or `replan`: continue under the fastest plan with as many
             workers that is predicted to need at least a tenth less memory. For torch with one device in each worker.
+        on_loss: when a worker is lost and no spare takes its rank: `wait` for a new process, or `shrink`: the others
+            continue at once with the same global batch, and the new process joins when it is up. Needs `min_workers`.
     """
 
     spares: Annotated[int, Field(ge=0)] | None = None
@@ -279,6 +281,7 @@ class Recovery(_OptionGroup):
     on_spike: Literal["raise", "rollback"] = "raise"
     skip_limit: Annotated[int, Field(ge=0)] = 100
     on_oom: Literal["raise", "replan"] = "raise"
+    on_loss: Literal["wait", "shrink"] = "wait"
 
 
 class Checkpointing(_OptionGroup):
@@ -383,7 +386,7 @@ FIELD_ORDER: ColumnNames = (
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
     "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights", "cross_device_ops",
-    "communication", "bytes_per_pack", "delivery", "profile", "on_oom",
+    "communication", "bytes_per_pack", "delivery", "profile", "on_oom", "on_loss",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 

@@ -119,14 +119,17 @@ def _weight_problems(job: Job) -> list[str]:
 
 
 def _bounds_problems(job: Job) -> list[str]:
-    """Describe contradictions between min_workers, workers and max_workers."""
+    """Describe contradictions between min_workers, workers, max_workers and on_loss."""
     named = [(name, job.get(name)) for name in ("min_workers", "workers", "max_workers")]
     given = [(name, value) for name, value in named if value is not None]
-    return [
+    problems = [
         f"{low}={least} is more than {high}={most}"
         for (low, least), (high, most) in itertools.pairwise(given)
         if least > most
     ]
+    if job.recovery.on_loss == "shrink" and job.scaling.min_workers is None:
+        problems.append('on_loss="shrink" needs min_workers=, the fewest workers that it may leave')
+    return problems
 
 
 def _async_problems(job: Job) -> list[str]:
@@ -210,6 +213,7 @@ def _fit_problems(job: Job) -> list[str]:
         "on_crash_loop": 'run="fit" cannot skip a batch: leave out run= or this option',
         "on_spike": 'run="fit" cannot skip a batch: leave out run= or this option',
         "on_oom": "TensorFlow's processes keep their plan: leave it out",
+        "on_loss": "after each failure all processes of TensorFlow start again: leave it out",
     }
     return [
         f'{name}= cannot be used with run="fit": {remedy}'

@@ -72,7 +72,7 @@ def arm_start_deadline(turn: Transition) -> None:
     """Set the timers for the processes that start."""
     if turn.state.membership.starting:
         turn.arm("place", turn.settings.deadlines.place_deadline_s)
-        if turn.settings.world.fewest < len(turn.state.membership.members):
+        if turn.settings.world.fewest < len(turn.state.membership.members) and not _shrinks_at_once(turn.state):
             turn.arm("shrink", turn.settings.deadlines.shrink_s)
 
 
@@ -239,6 +239,11 @@ def _joiners_up(state: DriverState) -> list[int]:
     return sorted(worker for worker, spare in state.membership.spares.items() if spare.slot is not None and spare.ready)
 
 
+def _shrinks_at_once(state: DriverState) -> bool:
+    """Whether the run does not wait for the replacement of lost workers; it does for those with which it starts."""
+    return state.settings.world.shrinks_at_once and any(not member.fresh for member in state.membership.members)
+
+
 def _can_shrink(state: DriverState) -> bool:
     membership, world = state.membership, state.settings.world
     if world.fewest == len(membership.members) or "shrink" in state.timers:
@@ -257,7 +262,7 @@ def _remove_late_members(turn: Transition) -> None:
     turn.disarm("place")
     turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
     waited_s = deadlines.shrink_s if "place" in state.timers else deadlines.place_deadline_s
-    waited = f"no more started within {waited_s:g} s"
+    waited = "a worker was lost" if _shrinks_at_once(state) else f"no more started within {waited_s:g} s"
     _resize(turn, tuple(member for member in members if member.worker not in late), waited)
 
 

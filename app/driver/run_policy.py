@@ -25,6 +25,7 @@ class WorldPolicy:
     servers: int = 0  # parameter servers; they are the first ranks, after a chief
     tolerates: frozenset[Role] = frozenset()  # roles whose loss does not end a rendezvous epoch
     min_workers: int | None = None  # fewest processes to continue with when no replacement comes; None for all of them
+    shrinks_at_once: bool = False  # the others do not wait for the replacement of a lost worker
     last_resort: int | None = None  # the same once `place_deadline_s` has passed; None for no fewer then either
     # number of processes to which the run grows when the cluster has resources; None for `workers`
     max_workers: int | None = None

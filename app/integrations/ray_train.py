@@ -576,7 +576,7 @@ class TrainWorkers:
                 where="workers",
                 remedy=f"leave workers= out, or set ScalingConfig(num_workers={least if size < least else most})",
             )
-        return job.replace(workers=size, min_workers=None, max_workers=None)
+        return job.replace(workers=size, min_workers=None, max_workers=None, on_loss="wait")
 
     def placed(self, decision: Decision, *, data_cpus: float, own: str) -> Decision:
         """Return the decision with plans that use the resources of these workers.

@@ -78,6 +78,7 @@ class RunSetup:
                 servers=plan.servers,
                 tolerates=capabilities.tolerates,
                 min_workers=others + min(plan.workers, job.scaling.min_workers or fewest),
+                shrinks_at_once=job.recovery.on_loss == "shrink",
                 last_resort=1 if self.layouts and not (job.scaling.workers or job.scaling.elastic) else None,
                 max_workers=others + max(plan.workers, job.scaling.max_workers or job.scaling.workers or 0),
                 spares=job.recovery.spares if job.recovery.spares is not None else _spares(plan, capabilities),

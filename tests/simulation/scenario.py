@@ -175,9 +175,9 @@ def _elastic(scenario: Scenario, rng: Random) -> Scenario:
     """A third of the worlds may shrink and grow."""
     if rng.random() < 0.67:
         return scenario
-    count = scenario.settings.world.workers
+    count, at_once = scenario.settings.world.workers, Random(scenario.seed + 2**38).random() < 0.5
     bounds = scenario.settings.with_fields(
-        min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0
+        min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0, shrinks_at_once=at_once
     )
     return replace(scenario, settings=bounds)
 

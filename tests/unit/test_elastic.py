@@ -44,6 +44,26 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
     assert [call.argument.moves for call in story.calls("heal")] == [(), ()]
 
 
+def test_by_choice_the_others_do_not_wait_for_a_replacement_which_joins_later() -> None:
+    story = lost(three(shrinks_at_once=True), 1)
+    assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
+    (resized,) = story.emitted(events.Resized)
+    assert (resized.workers, resized.why) == (2, "a worker was lost")
+    assert not story.state.timers.keys() & {"place", "shrink"}
+    story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
+    story.tell(m.WorkerStarted(worker=3, node="n3", pid=3)).segment(3).returns("leave", StateTag(step=3))
+    assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
+
+
+def test_by_choice_too_a_run_waits_for_the_workers_with_which_it_starts() -> None:
+    story = Story(workers=3, min_workers=2, shrinks_at_once=True)
+    story.tell(m.LeaseAcquired(token=1, head=None))
+    story.tell(*(m.WorkerStarted(worker=worker, node="n", pid=worker) for worker in (0, 1)))
+    assert story.state.phase is Phase.GATHERING and {"place", "shrink"} <= story.state.timers.keys()
+    story.tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=2, node="n", pid=2))
+    assert story.state.phase is Phase.GATHERING and "shrink" in story.state.timers
+
+
 def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
     story = lost(three(min_workers=3, workers=4, max_workers=4), 1)
     story.tell(m.WorkerDied(worker=2, cause="killed too")).expires("shrink")
@@ -150,9 +170,12 @@ def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> 
     assert (heal.source, heal.step) == ("checkpoint", 4)
 
 
-def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:
-    settings = RunPolicy.of(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
-    faults = (Fault(kind="slow start", at_s=1.0), Fault(kind="kill", at_s=6.0, target=0.5))
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_world_shrinks_and_grows_back_in_the_simulation(at_once: bool) -> None:
+    steps = {"total_steps": 400, "steps_per_epoch": 400}
+    settings = RunPolicy.of(workers=4, min_workers=3, shrink_s=8.0, shrinks_at_once=at_once, **steps)
+    slow = (Fault(kind="slow start", at_s=1.0),)
+    faults = (*slow * (not at_once), Fault(kind="kill", at_s=6.0, target=0.5))
     outcome = simulate(Scenario(seed=2, settings=settings, faults=faults))
     sizes = [(event.former, event.workers) for event in outcome.emitted if isinstance(event, events.Resized)]
     assert outcome.outcomes == ["done"] and sizes == [(4, 3), (3, 4)]

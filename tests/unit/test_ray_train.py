@@ -113,7 +113,7 @@ def test_a_job_for_another_number(fields: dict[str, Any], told: str) -> None:
 
 
 def test_a_job_has_as_many_workers_as_seats() -> None:
-    found = seating(seat(0), seat(1)).job(job(min_workers=1, max_workers=4))
+    found = seating(seat(0), seat(1)).job(job(min_workers=1, max_workers=4, on_loss="shrink"))
     assert (found.scaling.workers, found.scaling.min_workers, found.scaling.max_workers) == (2, None, None)
 
 
