@@ -1,4 +1,4 @@
-"""`make bench`: measures trainwright next to its peers, prints a table and writes RESULTS.md.
+"""`make bench`: measures trainwright next to its peers, prints a table, writes RESULTS.md and the rows of README.
 
     python benchmarks/run.py [NAME ...] [--smoke]
 
@@ -29,6 +29,7 @@ from pathlib import Path
 
 from figures import Figure, Section, page, read_figures, read_sections, table, write_section
 from machine import facts, shared_cluster
+from rows import write_rows
 
 HERE = Path(__file__).resolve().parent
 SMOKE_DEADLINE_S = 600.0  # of each benchmark, on a machine that does much else
@@ -110,6 +111,7 @@ def _measure(names: Sequence[str]) -> list[str]:
         note = importlib.import_module(name).NOTE
         write_section(HERE / "results", Section(name=name, facts=machine, note=note, figures=figures))
     (HERE / "RESULTS.md").write_text(page(read_sections(HERE / "results", list(BENCHMARKS))), encoding="utf-8")
+    write_rows()
     return failed
 
 

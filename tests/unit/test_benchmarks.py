@@ -48,6 +48,16 @@ def test_a_measured_run_leaves_out_what_needs_a_gpu(run: ModuleType) -> None:
     assert set(run.default_names(smoke=True)) - set(run.default_names(smoke=False)) == {"gpu_step", "gpu_recovery"}
 
 
+def test_pages_show_the_figures_that_are_kept(run: ModuleType) -> None:
+    rows = importlib.import_module("rows")
+    tables = []
+    for name in rows.PAGES:
+        page = (FOLDER.parent / name).read_text(encoding="utf-8")
+        assert rows.filled(page, rows.kept_figures()) == page, f"run `python benchmarks/rows.py`: {name} is out of date"
+        tables += [part.partition(" ")[0] for part in page.split("<!-- rows: ")[1:]]
+    assert sorted(tables) == sorted(rows.TABLES)
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
