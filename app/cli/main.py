@@ -7,43 +7,75 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from trainwright.cli import cluster_commands, plan_commands, run_commands
 from trainwright.cli.data_commands import data as data_commands
 from trainwright.cli.options import AsJson, Storage, print_json, terminal_console
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters
+from trainwright.core.peer_options import PEER_OPTIONS
 from trainwright.core.redaction import redact
 from trainwright.submit.job_credentials import received_credentials
 
+_GROUPS = {
+    "Training": ("fit", "distill", "submit", "chaos"),
+    "Runs": ("runs", "show", "logs", "stop", "rm"),
+    "Trained models": ("evaluate", "predict", "export"),
+    "Planning": ("plan", "strategies", "simulate", "probe"),
+    "Data and clusters": ("data", "init", "doctor"),
+}
+
+
+class _GroupedCommands(TyperGroup):
+    """Lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each group under its heading."""
+        for heading, names in _GROUPS.items():
+            with formatter.section(heading):
+                width = formatter.width - formatter.current_indent - max(map(len, self.commands)) - 4
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+
+
 app = typer.Typer(
     name="trainwright",
-    help="Distributed training on Ray that survives failures and explains itself.",
+    cls=_GroupedCommands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 for _command in (
-    run_commands.fit,
-    run_commands.distill,
-    plan_commands.plan,
-    plan_commands.strategies,
-    run_commands.evaluate,
-    run_commands.export,
-    run_commands.predict,
-    run_commands.submit,
-    run_commands.chaos,
-    plan_commands.simulate,
-    plan_commands.probe,
-    cluster_commands.init,
-    cluster_commands.doctor,
+    *(run_commands.fit, run_commands.distill, run_commands.submit, run_commands.chaos),
+    *(run_commands.evaluate, run_commands.predict, run_commands.export),
+    *(plan_commands.plan, plan_commands.strategies, plan_commands.simulate, plan_commands.probe),
+    *(cluster_commands.init, cluster_commands.doctor),
 ):
     app.command()(_command)
 app.add_typer(data_commands, name="data")
 
+_STOP_DEADLINE_S = 600.0
 _RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"trainwright {version('trainwright')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Distributed training on Ray that survives failures and explains itself."""
 
 
 @app.command()
@@ -76,9 +108,47 @@ def logs(
         print(line, flush=follow)
 
 
+@app.command()
+def stop(
+    run: _RunName,
+    storage: Storage = "runs",
+    now: Annotated[bool, typer.Option("--now", help="Stop at once, without a checkpoint.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the stop is requested.")] = False,
+) -> None:
+    """Stop a run with a checkpoint, wherever its driver is. The command that started the run resumes it."""
+    from trainwright.storage.object_store import open_store
+    from trainwright.storage.run_control import await_end, request_stop
+
+    store = open_store(storage)
+    entry = request_stop(store, run, now=now)
+    print(f"asked {entry.owner} to stop {run}", file=sys.stderr)
+    if not no_wait:
+        entry = await_end(store, run, entry, deadline_s=_STOP_DEADLINE_S)
+        step = max((checkpoint.step for checkpoint in entry.checkpoints), default=0)
+        print(f"{run} is {entry.outcome or 'driven by another process'}; its newest checkpoint is of step {step}")
+
+
+@app.command()
+def rm(
+    run: _RunName,
+    storage: Storage = "runs",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a run with its checkpoints, events and report."""
+    from trainwright.storage.object_store import open_store
+    from trainwright.storage.run_control import check_run, remove_run
+
+    store = open_store(storage)
+    check_run(store, run)
+    if not yes:
+        typer.confirm(f"delete {store.uri_of(run)} with all its checkpoints?", abort=True, err=True)
+    print(f"deleted {run}: {remove_run(store, run):,} files")
+
+
 def main() -> None:
     """Run the command line. Errors become plain text; the exit code is 2 for an invalid job, 1 for a failed run."""
     try:
+        _refuse_peer_options(sys.argv[1:])
         with received_credentials():
             app()
     except JobError as error:
@@ -90,6 +160,15 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _refuse_peer_options(arguments: Sequence[str]) -> None:
+    """Exit with what an option of another trainer is called here."""
+    for argument in arguments:
+        name = argument[2:].partition("=")[0].replace("-", "_")
+        if argument.startswith("--") and name in PEER_OPTIONS:
+            remedy = f"use {PEER_OPTIONS[name]}; fields of the job are set with --set NAME=VALUE"
+            _exit_with_error(TrainwrightError(f"there is no option --{argument[2:]}", remedy=remedy), 2)
 
 
 def _exit_with_error(error: TrainwrightError, code: int) -> None:

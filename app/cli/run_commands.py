@@ -71,13 +71,14 @@ def fit(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train a job: plan, start workers, recover from failures, report. The same command resumes a stopped run."""
+    """Train a job, recover from failures, and report. The same command resumes a stopped run."""
     from trainwright import api
 
     if detach:
         job = _job(file, overrides, strategy, workers, profile)
         api.start(job, resume=resume, fresh=fresh, verbose=verbose, detached=True)
         print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
+        print(f"stop it with: trainwright stop {job.name} --storage {job.storage}")
         return
     run = api.fit(_job(file, overrides, strategy, workers, profile), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":

@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
-from trainwright.core.errors import StorageError, escape_control_characters, nearest
+from trainwright.core.errors import escape_control_characters
 from trainwright.core.events import Event, RunStarted, TraceWritten
 from trainwright.core.metric_goals import best_text
 from trainwright.reporting.device_memory import RankMemory, rank_memory
@@ -56,6 +56,7 @@ from trainwright.reporting.run_history import RunHistory, StepPart, noise_text, 
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import EventReader, read_brief_summary
 from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_control import check_run, is_run
 from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive
 from trainwright.storage.run_summary import RunState, RunSummary, epoch_of, staleness_of, staleness_text
 
@@ -105,14 +106,14 @@ def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
 
 def _look(store: Store, name: str) -> tuple[str, LogEntry, RunSummary] | None:
     """Return a run with its newest log entry and brief summary; None for a folder that is not a run."""
-    head = RunLog(store, name).head() if _is_run(store, name) else None
+    head = RunLog(store, name).head() if is_run(store, name) else None
     return None if head is None else (name, head, read_brief_summary(store, name).brief)
 
 
 def run_view(storage: str, run: str) -> RunView:
     """Return the view of one run. Raises StorageError, also where there is no such run."""
     store = open_store(storage)
-    _check(store, run)
+    check_run(store, run)
     history = read_history(store, run)
     data = _details(store, run, history)
     return RunView(data=data, content=_show_page(data, history))
@@ -136,7 +137,7 @@ def log_lines(
         StorageError: there is no such run, or the store cannot be read.
     """
     store = open_store(storage)
-    _check(store, run)
+    check_run(store, run)
     return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
 
 
@@ -157,19 +158,6 @@ def _log_text(event: Event, steps_per_epoch: int) -> str:
     line = event_line(event, steps_per_epoch)
     detail = "".join(f"\n    {row}" for row in line.detail.rstrip().splitlines())
     return f"{formatting.timestamp(event.time_s)}  {line.text}{detail}"
-
-
-def _is_run(store: Store, name: str) -> bool:
-    return "log" in store.folders(name)
-
-
-def _check(store: Store, run: str) -> None:
-    """Raise StorageError where there is no such run, and name the run with the most similar name."""
-    names = store.folders()
-    if run not in names or not _is_run(store, run):
-        others = [name for name in names if _is_run(store, name)]
-        remedy = nearest(run, others) if others else "there are no runs; check --storage"
-        raise StorageError(f"there is no run {run!r}", where=store.uri_of(""), remedy=remedy)
 
 
 def _known(value: float) -> float | None:

@@ -66,6 +66,7 @@ class RunController:
             note=self.say,
             begin=self._open_journal,
             tell=self.flush,
+            stop=self._on_stop_requested,
         )
         row = setup.example_row()  # first, because the feeder's actors take resources that it needs
         self._feeding = setup.start_feeder()
@@ -91,6 +92,10 @@ class RunController:
     def stop(self, now: bool = False) -> None:
         """Ask the run to end: after a checkpoint, or at once."""
         self._world.put(m.StopRequested(now=now))
+
+    def _on_stop_requested(self, now: bool) -> None:
+        self.say(f"asked to stop, {'at once' if now else 'after a checkpoint'}, by `trainwright stop`")
+        self.stop(now)
 
     def flush(self) -> None:
         """Write the events so far, so that readers see them."""

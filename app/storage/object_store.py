@@ -564,6 +564,9 @@ def canonical_uri(uri: str) -> str:
     """Return a storage URI as an absolute path, or as scheme, bucket and prefix. Raises StorageError."""
     scheme, found, rest = uri.partition("://")
     if not found:
+        kind, colon, path = uri.partition(":")
+        if colon and kind in _SCHEMES:
+            raise StorageError(f"{uri!r} is not a storage URI", remedy=f"write {kind}://{path.lstrip('/')}")
         return _absolute_folder(uri)
     if scheme not in _SCHEMES:
         raise StorageError(

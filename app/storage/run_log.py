@@ -3,6 +3,7 @@
     <run>/log/00000017.json     acquire | commit | release; each has the complete small state, none is ever deleted
     <run>/log/HINT              a number near the end, where listing starts; may be stale, torn or missing
     <run>/owner/<token>.json    the owner's heartbeat counter
+    <run>/owner/<token>-stop    a request to stop, which the owner reads with each heartbeat
 
 The fencing token of a driver is the number of its acquire entry. A driver that finds the number of its next entry taken
 reads that entry: a higher token means that another driver has the run, and this one must stop.
@@ -144,8 +145,15 @@ def heartbeat_path(run: str, token: int) -> str:
     return f"{run}/owner/{token}.json"
 
 
+def stop_request_path(run: str, token: int) -> str:
+    """Return the path of a request to the owner with this token: `now`, or anything else for after a checkpoint."""
+    return f"{run}/owner/{token}-stop"
+
+
 class Heartbeat:
     """Overwrites a counter in storage every second, so that other drivers see that the owner is alive.
+
+    It reads requests to stop too.
 
     A failed heartbeat does not end the run: the error is kept in `error`, and the next heartbeat tries again. Other
     drivers take the run over when the counter does not change for some time. The heartbeat also notices first that the
@@ -155,6 +163,7 @@ class Heartbeat:
         note: takes a line for the user; called from the heartbeat's thread.
         confirm: raises FencedError where the log names another owner. Called before a heartbeat that is so late that
             another driver may have taken the run over.
+        on_stop: called when a stop is requested, with whether at once; from the heartbeat's thread.
         clock: returns seconds from any origin, which also count while the process or the machine is stopped.
 
     Attributes:
@@ -170,11 +179,13 @@ class Heartbeat:
         every_s: float = _HEARTBEAT_S,
         note: Callable[[str], object] = lambda text: None,
         confirm: Callable[[], object] = lambda: None,
+        on_stop: Callable[[bool], object] = lambda now: None,
         clock: Callable[[], float] = boottime_s,
     ) -> None:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
-        self._note, self._confirm, self._clock = note, confirm, clock
+        self._note, self._confirm, self._on_stop, self._clock = note, confirm, on_stop, clock
+        self._request_path, self._request = stop_request_path(run, token), b""
         self._count = 0
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
@@ -248,6 +259,7 @@ class Heartbeat:
             if now_s - self._beaten_s >= LEASE_S:
                 self._confirm()
             self.beat()
+            self._read_request()
         except FencedError as error:
             self._fenced = error
         except StorageError as error:
@@ -255,6 +267,15 @@ class Heartbeat:
         except Exception as error:  # without this thread another driver would take over a healthy run
             return StorageError(f"cannot write: {type(error).__name__}: {error}", detail=traceback.format_exc())
         return None
+
+    def _read_request(self) -> None:
+        try:
+            request = self._store.find(self._request_path) or b""
+        except StorageError:  # the next heartbeat reads it, and reports a store that cannot be reached
+            return
+        if request != self._request:
+            self._request = request
+            self._on_stop(request == b"now")
 
     def _say_down(self, error: StorageError, since_s: float) -> None:
         since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)
@@ -550,7 +571,7 @@ class RunLog:
         return OwnedError(
             f"run {self._run!r} is in use by {head.owner}, since {formatting.timestamp(acquired.time_s)}",
             where=self._store.uri_of(self._run),
-            remedy="wait for it, stop it with Ctrl-C there, or give the job another name=",
+            remedy=f"wait for it, stop it with `trainwright stop {self._run}`, or give the job another name=",
         )
 
 

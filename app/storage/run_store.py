@@ -27,6 +27,7 @@ class RunStore:
         note: takes a line for the user; called from the storage thread.
         begin: called with the token when this driver owns the run, before it asks for workers; writes the first events
             to storage.
+        stop: called when a stop is requested in storage, with whether at once; from the heartbeat's thread.
         tell: writes the events so far to storage. Called before the log names a checkpoint and before the release, so
             that a later driver finds the events of all steps before its checkpoint.
     """
@@ -44,6 +45,7 @@ class RunStore:
         note: Callable[[str], object],
         begin: Callable[[int], object],
         tell: Callable[[], object],
+        stop: Callable[[bool], object] = lambda now: None,
     ) -> None:
         self._store, self._run = store, run
         self._log = RunLog(store, run)
@@ -52,7 +54,7 @@ class RunStore:
         self._heartbeat: Heartbeat | None = None
         self._token = 0
         self._entry: LogEntry | None = None
-        self._note, self._begin, self._tell = note, begin, tell
+        self._note, self._begin, self._tell, self._stop = note, begin, tell, stop
 
     def acquire(self) -> int:
         """Acquire the run and return the fencing token. Raises RunConflict, StorageError."""
@@ -61,8 +63,9 @@ class RunStore:
         impatient = self._store.impatient()
         guard = RunLog(impatient, self._run)  # a second log object, for the heartbeat's thread
         self._heartbeat = Heartbeat(
-            impatient, self._run, entry.token, note=self._note, confirm=lambda: guard.confirm(entry.token)
-        )
+            impatient, self._run, entry.token, note=self._note, confirm=lambda: guard.confirm(entry.token),
+            on_stop=self._stop,
+        )  # fmt: skip
         self._heartbeat.start()
         for number in self._log.torn:
             self._note(f"entry {number} of the run log is torn and is skipped: its writer was interrupted")

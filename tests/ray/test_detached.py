@@ -15,8 +15,9 @@ import ray
 
 import trainwright as tw
 from tests.support import processes
-from tests.support.finished_runs import final_state
+from tests.support.finished_runs import final_state, told
 from tests.support.processes import wait_for
+from trainwright.core.events import Noted
 from trainwright.planning.job_file import load_job
 from trainwright.runtime.takeover import NAMESPACE
 from trainwright.storage.object_store import open_store
@@ -104,6 +105,23 @@ def test_it_outlives_the_command_and_its_own_death_and_tells_each_step_once(tmp_
     (first, one), (second, other) = (words[1:] for words in told if words[0] == "begin")
     assert first == second and one == str(entry.owner.pid) and other not in (one, str(os.getpid()))
     assert final_state(tmp_path / "runs", "faulty").step == STEPS
+
+
+def test_it_is_stopped_and_removed_from_elsewhere(tmp_path: Path) -> None:
+    code, _, err = processes.finish("fit", written(tmp_path), "--detach", cluster=processes.address())
+    assert code == 0, err
+    runs, lines = str(tmp_path / "runs"), tmp_path / "lines"
+    wait_for(lambda: lines.exists() and f"step {GATE}\n" in lines.read_text())
+    code, _, err = processes.finish("stop", "faulty", "--storage", runs, "--no-wait")
+    assert code == 0 and err.startswith("asked process "), err
+    wait_for(lambda: "asked to stop, after a checkpoint" in str(told(runs, "faulty", Noted)))
+    (tmp_path / "gate").touch()
+    wait_for(lambda: "end stopped" in lines.read_text())
+    stopped = final_state(runs, "faulty")
+    assert GATE <= stopped.step < STEPS
+    code, out, err = processes.finish("rm", "faulty", "--storage", runs, "--yes")
+    assert code == 0 and out.startswith("deleted faulty: "), err
+    assert not (tmp_path / "runs" / "faulty").exists()
 
 
 def test_what_keeps_the_driver_from_beginning_is_said_by_the_command(tmp_path: Path) -> None:

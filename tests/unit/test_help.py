@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from trainwright.cli.main import app
+import trainwright as tw
+from trainwright.cli.main import app, main
+from trainwright.core.peer_options import PEER_OPTIONS
 
 
 def test_each_command_has_a_whole_sentence() -> None:
     shown = CliRunner().invoke(app, ["--help"], terminal_width=80).stdout
-    commands = shown.partition("Commands:")[2].strip().splitlines()
+    listed = shown.partition("Training:")[2].splitlines()
+    commands = [line.strip() for line in listed if line.startswith("  ")]
     assert len(commands) == len(app.registered_commands) + len(app.registered_groups)
     assert all(line.endswith(".") and not line.endswith("...") for line in commands), shown
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"trainwright {tw.__version__}\n"
+
+
+def test_options_of_other_trainers_are_explained_and_none_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainwright", "fit", "job.py", "--num-workers=4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: there is no option --num-workers=4\n  -> use workers=; fields of the job are set with"
+    )
+    commands = [*get_command(app).commands.values()]  # type: ignore[attr-defined]
+    ours = {name.strip("-").replace("-", "_") for each in commands for option in each.params for name in option.opts}
+    assert {"workers", "storage", "fresh"} <= ours and not ours & PEER_OPTIONS.keys()

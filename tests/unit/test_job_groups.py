@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import trainwright as tw
 from trainwright.core.errors import JobError
 from trainwright.core.job import FIELD_ORDER, GROUP_OF, GROUPS
+from trainwright.core.peer_options import PEER_OPTIONS
 from trainwright.planning.job_file import load_distillation, load_job
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
@@ -78,6 +80,15 @@ def test_problems_of_all_groups_are_said_at_once() -> None:
 )
 def test_a_misspelt_or_misplaced_name_is_explained(fields: dict[str, Any], message: str) -> None:
     assert problems_of(**fields) == (message,)
+
+
+def test_options_of_other_trainers_are_explained_in_the_words_of_a_job() -> None:
+    fields = {*tw.Job.model_fields, *GROUP_OF}
+    assert not PEER_OPTIONS.keys() & fields
+    for name, advice in PEER_OPTIONS.items():
+        assert problems_of(**{name: 1}) == (f"{name}= is no field of Job: use {advice}",)
+        named = {word for word in re.findall(r"(?<![\w(\"])(\w+)=", advice) if word not in ("lr", "patience")}
+        assert named <= fields | {"resume"}, name
 
 
 def test_a_group_explains_its_own_errors() -> None:

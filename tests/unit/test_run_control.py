@@ -1,0 +1,152 @@
+"""Runs are stopped and removed through their storage alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.processes import wait_for
+from tests.support.run_logs import FAR, JOB, KINDS, RUN, memory_store, ref, store_of
+from trainwright.cli.main import app
+from trainwright.core.errors import RunConflict, StorageError
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_control import await_end, remove_run, request_stop
+from trainwright.storage.run_log import Heartbeat, Owner, RunLog
+
+
+@pytest.fixture
+def memory() -> Store:
+    return memory_store()
+
+
+def driven(store: Store, owner: Owner | None = None) -> RunLog:
+    """The log of a run that this process drives."""
+    log = RunLog(store, RUN)
+    log.acquire(owner or Owner.here(), JOB)
+    return log
+
+
+def test_the_driver_hears_each_request_once(memory: Store) -> None:
+    driven(memory)
+    heard: list[bool] = []
+    heart = Heartbeat(memory, RUN, 1, every_s=0.01, on_stop=heard.append)
+    heart.start()
+    try:
+        request_stop(memory, RUN)
+        wait_for(lambda: heard == [False])
+        request_stop(memory, RUN)
+        request_stop(memory, RUN, now=True)
+        wait_for(lambda: heard == [False, True])
+    finally:
+        heart.stop()
+    assert heart.error is None
+
+
+def test_a_request_to_the_driver_before_is_none_to_this_one(memory: Store) -> None:
+    log = driven(memory)
+    request_stop(memory, RUN, now=True)
+    log.release(1, "stopped")
+    token = RunLog(memory, RUN).acquire(Owner.here(), JOB).token
+    heard: list[bool] = []
+    heart = Heartbeat(memory, RUN, token, every_s=0.01, on_stop=heard.append)
+    heart._try(heart._beaten_s)
+    assert heart.error is None and not heard
+
+
+def test_a_request_that_cannot_be_read_is_no_lost_heartbeat(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    heart = Heartbeat(memory, RUN, 1)
+
+    def fail(*_: object) -> bytes:
+        raise StorageError("unreachable")
+
+    monkeypatch.setattr(Store, "find", fail)
+    assert heart._try(heart._beaten_s) is None
+
+
+def test_it_waits_until_the_driver_has_released_the_run(memory: Store) -> None:
+    log = driven(memory)
+    log.commit(1, ref(5, 1), 3)
+    entry = request_stop(memory, RUN)
+    ended = await_end(memory, RUN, entry, deadline_s=9, wait=lambda _: log.release(1, "stopped"))
+    assert (ended.outcome, ended.checkpoints[-1].step) == ("stopped", 5)
+
+
+def test_a_driver_that_does_not_stop_is_waited_for_until_the_deadline(memory: Store) -> None:
+    driven(memory)
+    with pytest.raises(RunConflict, match=r"still runs 3 s after it was asked to stop(.|\n)*--now stops it without"):
+        await_end(memory, RUN, request_stop(memory, RUN), deadline_s=3, wait=lambda _: None)
+
+
+def test_a_driver_that_dies_meanwhile_is_said(memory: Store) -> None:
+    driven(memory)
+    entry = request_stop(memory, RUN)
+    gone = replace(entry, owner=replace(entry.owner, started=entry.owner.started + 1))
+    memory.delete([f"{RUN}/log/00000001.json"])
+    memory.put(f"{RUN}/log/00000001.json", gone.to_json())
+    with pytest.raises(RunConflict, match="ended before it stopped the run"):
+        await_end(memory, RUN, entry, deadline_s=3, wait=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda log: log.release(1, "done"), "is not running: it is done"),
+        (lambda log: None, "is not running: its driver is gone"),
+    ],
+)
+def test_a_run_that_is_over_is_not_stopped(memory: Store, end: Callable[[RunLog], object], told: str) -> None:
+    end(driven(memory, FAR))
+    with pytest.raises(RunConflict, match=told):
+        request_stop(memory, RUN, wait=lambda _: None)
+    with pytest.raises(StorageError, match=r"there is no run 'digit'(.|\n)*did you mean 'digits'"):
+        request_stop(memory, "digit")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_removed_run_leaves_nothing_and_a_driven_one_stays(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    store = store_of(kind, request, tmp_path)
+    log = driven(store)
+    log.commit(1, ref(5, 1), 3)
+    store.put(f"{RUN}/{ref(5, 1).path}/model.safetensors", b"weights")
+    store.put("other/log/00000001.json", b"another run")
+    with pytest.raises(RunConflict, match=r"is running(.|\n)*trainwright stop digits"):
+        remove_run(store, RUN)
+    log.release(1, "stopped")
+    assert remove_run(store, RUN) == 5  # three entries, the hint and a file
+    assert [path for path, _ in store.list()] == ["other/log/00000001.json"]
+    if kind == "folder":
+        assert os.listdir(tmp_path) == ["other"]
+
+
+def test_the_log_is_removed_last_so_that_a_removal_can_be_repeated(
+    memory: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven(memory).release(1, "done")
+    memory.put(f"{RUN}/report.html", b"report")
+    deleted: list[str] = []
+
+    def fail(self: Store, paths: object) -> None:
+        deleted.extend(paths)  # type: ignore[arg-type]
+        raise StorageError("unreachable")
+
+    monkeypatch.setattr(Store, "delete", fail)
+    with pytest.raises(StorageError, match="unreachable"):
+        remove_run(memory, RUN)
+    assert deleted == [f"{RUN}/report.html"]
+
+
+def test_a_run_is_removed_after_a_question(tmp_path: Path) -> None:
+    driven(open_store(str(tmp_path))).release(1, "done")
+    command = ["rm", RUN, "--storage", str(tmp_path)]
+    refused = CliRunner().invoke(app, command, input="n\n")
+    assert refused.exit_code == 1 and (tmp_path / RUN / "log").exists()
+    assert "with all its checkpoints?" in refused.stderr
+    removed = CliRunner().invoke(app, [*command, "--yes"])
+    assert removed.exit_code == 0 and removed.stdout == "deleted digits: 3 files\n" and not (tmp_path / RUN).exists()
