@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from trainwright.distillation.trained_student import students as students
     from trainwright.integrations.huggingface import from_hf_trainer as from_hf_trainer
     from trainwright.integrations.lightning import from_lightning as from_lightning
+    from trainwright.reporting.run_comparison import compare as compare
+    from trainwright.reporting.stored_run import StoredRun as StoredRun
+    from trainwright.reporting.stored_run import open_run as open_run
     from trainwright.runtime.run_handle import Run as Run
     from trainwright.strategies.cost_model.estimator import Measurement as Measurement
     from trainwright.strategies.cost_model.estimator import calibrate as calibrate
@@ -100,6 +103,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "distillation.trained_student": ("students",),
     "integrations.huggingface": ("from_hf_trainer",),
     "integrations.lightning": ("from_lightning",),
+    "reporting.run_comparison": ("compare",),
+    "reporting.stored_run": ("StoredRun", "open_run"),
     "runtime.run_handle": ("Run",),
     "strategies.cost_model.estimator": ("Measurement", "calibrate", "estimate"),
     "strategies.cost_model.machine_model": ("Calibration",),

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from trainwright.cli import cluster_commands, plan_commands, run_commands
 from trainwright.cli.data_commands import data as data_commands
-from trainwright.cli.options import AsJson, Storage, print_json, terminal_console
+from trainwright.cli.options import AsJson, Html, Storage, print_json, terminal_console, write_file
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters
 from trainwright.core.peer_options import PEER_OPTIONS
 from trainwright.core.redaction import redact
@@ -23,7 +23,7 @@ from trainwright.submit.job_credentials import received_credentials
 
 _GROUPS = {
     "Training": ("fit", "distill", "submit", "chaos"),
-    "Runs": ("runs", "show", "logs", "stop", "rm"),
+    "Runs": ("runs", "show", "compare", "logs", "stop", "rm"),
     "Trained models": ("evaluate", "predict", "export"),
     "Planning": ("plan", "strategies", "simulate", "probe"),
     "Data and clusters": ("data", "init", "doctor"),
@@ -92,6 +92,22 @@ def show(run: _RunName, storage: Storage = "runs", as_json: AsJson = False) -> N
     from trainwright.reporting import run_views
 
     _show(run_views.run_view(storage, run), as_json)
+
+
+@app.command()
+def compare(
+    names: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Names of the runs.")],
+    storage: Storage = "runs",
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show runs side by side: figures, and how their jobs differ."""
+    from trainwright.reporting.run_comparison import compare as compare_runs
+
+    comparison = compare_runs(*names, storage=storage)
+    if html is not None:
+        write_file(html, comparison.page(), "--html")
+    _show(comparison.view(), as_json)
 
 
 @app.command()

@@ -44,7 +44,7 @@ class DistilledRun(Run):
     @property
     def verdict(self) -> Scorecard | None:
         """The newest comparison of the students with their teachers; None where there is none."""
-        judged = self._read().summary.judged
+        judged = self.read().summary.judged
         return None if judged is None else Scorecard.read(judged.verdict)
 
     def judge(self, *, verbose: bool = False) -> Scorecard:
@@ -53,7 +53,7 @@ class DistilledRun(Run):
         Raises:
             TrainwrightError: as `evaluate_students`; there is no checkpoint.
         """
-        store, name = self._store, self.job.name
+        store, name = self.store, self.job.name
         _, checkpoint = find_checkpoint(self.job)
         loss: Any = self.job.loss
         verdict = evaluate_students(
@@ -74,7 +74,7 @@ def evaluate_finished(run: DistilledRun, *, verbose: bool = False) -> None:
         text, style = str(run.judge(verbose=verbose)), ""
     except TrainwrightError as error:
         text, style = f"note: the students are not judged: {error.summary}", "yellow"
-        append_event(run._store, run.job.name, Noted(text=text.removeprefix("note: ")))
+        append_event(run.store, run.job.name, Noted(text=text.removeprefix("note: ")))
     console.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 

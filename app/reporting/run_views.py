@@ -115,7 +115,7 @@ def run_view(storage: str, run: str) -> RunView:
     store = open_store(storage)
     check_run(store, run)
     history = read_history(store, run)
-    data = _details(store, run, history)
+    data = run_details(store, run, history)
     return RunView(data=data, content=_show_page(data, history))
 
 
@@ -187,7 +187,8 @@ def _summary(name: str, history: RunHistory) -> dict[str, Any]:
     }
 
 
-def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
+def run_details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
+    """Return what `run_view` has as `data`. Raises StorageError."""
     summary, start = history.summary, history.summary.start
     plan, report = plan_from(start.plan), f"{run}/report.html"
     mesh = mesh_table(plan, summary.nodes) if plan else None

@@ -8,22 +8,19 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import first_batch
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.profiler import profiler_of
-from trainwright.reporting.run_history import RunHistory, read_history, read_steps
+from trainwright.reporting.stored_run import StoredRun
 from trainwright.storage.checkpoints import with_checkpoint
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
 from trainwright.storage.weight_files import base_weights
 from trainwright.strategies.distillation.multi_student import unwrap_student
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class RunDriver(Protocol):
@@ -46,7 +43,7 @@ class RunDriver(Protocol):
         """Add a listener for every event. Raises TrainwrightError if the driver is in another process."""
 
 
-class Run:
+class Run(StoredRun):
     """A run that was started here. Everything but `wait`, `stop` and `listen` is read from storage.
 
     Attributes:
@@ -58,6 +55,7 @@ class Run:
     signal = 0
 
     def __init__(self, job: Job, session: RunDriver, decision: Any) -> None:
+        super().__init__(session.store, job.name)
         self.job, self.decision, self.plan = job, decision, decision.chosen
         self._session = session
         self._finish: FinishRun | None = None
@@ -106,65 +104,12 @@ class Run:
             return "running"
         return self._finish.outcome if self._finish is not None else "failed"
 
-    @property
-    def history(self) -> pd.DataFrame:
-        """One row a completed step: step, epoch, loss, learning_rate, gradient_norm, samples_per_s, wait_share.
-
-        There is a column for each value of `tw.log`.
-        """
-        self._session.flush()
-        return read_steps(self._store, self.job.name)
-
-    @property
-    def evaluations(self) -> pd.DataFrame:
-        """One row an evaluation: step, and a column for each metric."""
-        return self._read().evaluations
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The newest evaluation; empty when there was none."""
-        return self._read().metrics
-
-    @property
-    def best(self) -> dict[str, float]:
-        """Step and metrics of the best evaluation by `best=` of the job; empty without one."""
-        best = self._read().best
-        return {} if best is None else {"step": best[1].step, **best[1].metrics}
-
-    @property
-    def reason(self) -> str:
-        """Why the run ended before its last step; empty if it did not."""
-        return self._read().reason
-
-    @property
-    def folder(self) -> str:
-        """URI of the run's folder."""
-        return self._store.uri_of(self.job.name)
-
-    @property
-    def report(self) -> str:
-        """URI of the report."""
-        return self._store.uri_of(f"{self.job.name}/report.html")
-
     def load_model(self, *, step: CheckpointChoice = None) -> Any:
         """The model with the weights of the newest checkpoint, or of the one that `step` selects, in this process."""
         return load_model(self.job, step)
 
-    def _repr_html_(self) -> str:
-        from trainwright.reporting.html.run_report import summary_html
-
-        return summary_html(self._read())
-
-    def __repr__(self) -> str:
-        return f"Run({self.job.name!r}, {self.state}, {self.folder})"
-
-    @property
-    def _store(self) -> Store:
-        return self._session.store
-
-    def _read(self) -> RunHistory:
+    def _flush(self) -> None:
         self._session.flush()
-        return read_history(self._store, self.job.name)
 
 
 # --- Stop on Ctrl-C and SIGTERM ---------------------------------------------------------------------------------------

@@ -192,13 +192,17 @@ def as_page(outcomes: Sequence[SimulationResult]) -> str:
     losses = {name: one.losses for name, one in zip(names, outcomes, strict=True)}
     stale = {name: _cumulated(one) for name, one in zip(names, outcomes, strict=True)}
     body = render_template(
-        "simulation.html.j2",
-        headline=_headline(outcomes),
-        loss=_drawn("loss by virtual time", losses, "virtual seconds", log=True),
-        stale=_drawn("staleness", stale, "staleness, in updates for async, else in steps", log=False),
-        headings=_HEADINGS,
+        "tables.html.j2",
+        headline=f"Simulated: {_headline(outcomes)}",
+        charts=[
+            ("Loss of the stand-in problem", _drawn("loss by virtual time", losses, "virtual seconds", log=True)),
+            (
+                "Share of pushes that were no staler",
+                _drawn("staleness", stale, "staleness, in updates for async, else in steps", log=False),
+            ),
+        ],
+        tables=[("Figures", _HEADINGS, _rows(outcomes))],
         numbers=_NUMBER_COLUMNS,
-        rows=_rows(outcomes),
         sentences=_sentences(outcomes),
     )
     return render_template("page.html.j2", title="trainwright simulate", body=Markup(body))

@@ -181,7 +181,8 @@ def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]],
             if not kept:
                 continue  # it keeps its colour for other figures
             dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
-            axes.plot(*zip(*kept, strict=True), color=_SERIES[number % len(_SERIES)], linestyle=dashed, label=label)
+            colour, marker = _SERIES[number % len(_SERIES)], "o" if len(kept) == 1 else ""
+            axes.plot(*zip(*kept, strict=True), color=colour, linestyle=dashed, marker=marker, label=_no_math(label))
         if log:
             axes.set_yscale("log")
         _legend(axes)
