@@ -57,7 +57,6 @@ for _command in (
     app.command()(_command)
 app.add_typer(data_commands, name="data")
 
-_STOP_DEADLINE_S = 600.0
 _RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 
 
@@ -132,16 +131,14 @@ def stop(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the stop is requested.")] = False,
 ) -> None:
     """Stop a run with a checkpoint, wherever its driver is. The command that started the run resumes it."""
-    from trainwright.storage.object_store import open_store
-    from trainwright.storage.run_control import await_end, request_stop
+    from trainwright.reporting.stored_run import open_run
 
-    store = open_store(storage)
-    entry = request_stop(store, run, now=now)
-    print(f"asked {entry.owner} to stop {run}", file=sys.stderr)
+    found = open_run(run, storage)
+    found.stop(now)
+    print(f"asked the driver of {run} to stop", file=sys.stderr)
     if not no_wait:
-        entry = await_end(store, run, entry, deadline_s=_STOP_DEADLINE_S)
-        step = max((checkpoint.step for checkpoint in entry.checkpoints), default=0)
-        print(f"{run} is {entry.outcome or 'driven by another process'}; its newest checkpoint is of step {step}")
+        found.wait()
+        print(f"{run} is {found.state} after step {found.read().summary.step:,}")
 
 
 @app.command()

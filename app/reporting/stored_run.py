@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from trainwright.reporting.run_history import RunHistory, read_history, read_steps
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_control import await_end, check_run, request_stop
-from trainwright.storage.run_log import RunLog
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,9 +91,7 @@ class StoredRun:
         Raises:
             RunConflict: it has not within that time, or it has died.
         """
-        head = RunLog(self.store, self.name).head()
-        if head is not None:
-            await_end(self.store, self.name, head, deadline_s=_STOP_DEADLINE_S if timeout_s is None else timeout_s)
+        await_end(self.store, self.name, deadline_s=_STOP_DEADLINE_S if timeout_s is None else timeout_s)
         return True
 
     def plot(self) -> Figure:

@@ -12,15 +12,12 @@ from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_al
 _POLL_S = 1.0
 
 
-def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunction | None = None) -> LogEntry:
+def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunction | None = None) -> None:
     """Ask the driver of a run to stop: after a checkpoint, or at once. It reads the request with its next heartbeat.
 
     Args:
         now: stop without a checkpoint.
         wait: waits for some seconds, to find out whether a driver on another machine is alive.
-
-    Returns:
-        The newest entry of the run log.
 
     Raises:
         RunConflict: no driver is alive.
@@ -35,35 +32,32 @@ def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunctio
             remedy=f"nothing is to be stopped; `trainwright show {run}` shows where it stands",
         )
     store.put(stop_request_path(run, head.token), b"now" if now else b"checkpoint")
-    return head
 
 
-def await_end(
-    store: Store, run: str, entry: LogEntry, *, deadline_s: float, wait: Callable[[float], object] | None = None
-) -> LogEntry:
-    """Wait until the driver that wrote a log entry has released the run, and return the newest entry.
+def await_end(store: Store, run: str, *, deadline_s: float, wait: Callable[[float], object] | None = None) -> None:
+    """Wait until the driver that has a run now has released it.
 
     Raises:
         RunConflict: it did not within `deadline_s`, or it ended without a release.
         StorageError: the store cannot be read.
     """
     pause, waited_s, log = wait or threading.Event().wait, 0.0, RunLog(store, run)
-    while (head := log.head()) is not None and head.owned and head.token == entry.token:
+    first = log.head()
+    while (head := log.head()) is not None and head.owned and first is not None and head.token == first.token:
         if waited_s >= deadline_s:
             raise RunConflict(
-                f"run {run!r} still runs {deadline_s:g} s after it was asked to stop",
+                f"run {run!r} still runs after {deadline_s:g} s",
                 where=f"{head.owner}; {store.uri_of(run)}",
-                remedy="it stops between two steps and writes a checkpoint; --now stops it without one",
+                remedy=f"`trainwright show {run}` shows what it does; `trainwright stop {run} --now` stops it at once",
             )
         if not owner_alive(store, run, head, wait=wait):
             raise RunConflict(
-                f"the driver of run {run!r} ended before it stopped the run",
+                f"the driver of run {run!r} ended before it released the run",
                 where=f"{head.owner}; {store.uri_of(run)}",
                 remedy="the same command as before continues the run from its newest checkpoint",
             )
         pause(_POLL_S)
         waited_s += _POLL_S
-    return head or entry
 
 
 def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> int:

@@ -113,7 +113,7 @@ def test_it_is_stopped_and_removed_from_elsewhere(tmp_path: Path) -> None:
     runs, lines = str(tmp_path / "runs"), tmp_path / "lines"
     wait_for(lambda: lines.exists() and f"step {GATE}\n" in lines.read_text())
     code, _, err = processes.finish("stop", "faulty", "--storage", runs, "--no-wait")
-    assert code == 0 and err.startswith("asked process "), err
+    assert code == 0 and err.startswith("asked the driver of faulty to stop"), err
     wait_for(lambda: "asked to stop, after a checkpoint" in str(told(runs, "faulty", Noted)))
     (tmp_path / "gate").touch()
     wait_for(lambda: "end stopped" in lines.read_text())

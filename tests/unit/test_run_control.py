@@ -71,25 +71,33 @@ def test_a_request_that_cannot_be_read_is_no_lost_heartbeat(memory: Store, monke
 def test_it_waits_until_the_driver_has_released_the_run(memory: Store) -> None:
     log = driven(memory)
     log.commit(1, ref(5, 1), 3)
-    entry = request_stop(memory, RUN)
-    ended = await_end(memory, RUN, entry, deadline_s=9, wait=lambda _: log.release(1, "stopped"))
-    assert (ended.outcome, ended.checkpoints[-1].step) == ("stopped", 5)
+    request_stop(memory, RUN)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            log.release(1, "stopped")
+
+    await_end(memory, RUN, deadline_s=9, wait=wait)
+    assert waits == [1.0, 1.0, 1.0]
 
 
 def test_a_driver_that_does_not_stop_is_waited_for_until_the_deadline(memory: Store) -> None:
     driven(memory)
-    with pytest.raises(RunConflict, match=r"still runs 3 s after it was asked to stop(.|\n)*--now stops it without"):
-        await_end(memory, RUN, request_stop(memory, RUN), deadline_s=3, wait=lambda _: None)
+    with pytest.raises(RunConflict, match=r"still runs after 3 s(.|\n)*trainwright stop digits --now"):
+        await_end(memory, RUN, deadline_s=3, wait=lambda _: None)
 
 
 def test_a_driver_that_dies_meanwhile_is_said(memory: Store) -> None:
     driven(memory)
-    entry = request_stop(memory, RUN)
+    entry = RunLog(memory, RUN).head()
+    assert entry is not None
     gone = replace(entry, owner=replace(entry.owner, started=entry.owner.started + 1))
     memory.delete([f"{RUN}/log/00000001.json"])
     memory.put(f"{RUN}/log/00000001.json", gone.to_json())
-    with pytest.raises(RunConflict, match="ended before it stopped the run"):
-        await_end(memory, RUN, entry, deadline_s=3, wait=lambda _: None)
+    with pytest.raises(RunConflict, match="ended before it released the run"):
+        await_end(memory, RUN, deadline_s=3, wait=lambda _: None)
 
 
 @pytest.mark.parametrize(
