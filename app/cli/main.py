@@ -23,7 +23,7 @@ from trainwright.submit.job_credentials import received_credentials
 
 _GROUPS = {
     "Training": ("fit", "distill", "submit", "chaos"),
-    "Runs": ("runs", "show", "compare", "logs", "stop", "rm"),
+    "Runs": ("runs", "show", "watch", "logs", "compare", "stop", "rm"),
     "Trained models": ("evaluate", "predict", "export"),
     "Planning": ("plan", "strategies", "simulate", "probe"),
     "Data and clusters": ("data", "init", "doctor"),
@@ -91,6 +91,17 @@ def show(run: _RunName, storage: Storage = "runs", as_json: AsJson = False) -> N
     from trainwright.reporting import run_views
 
     _show(run_views.run_view(storage, run), as_json)
+
+
+@app.command()
+def watch(run: _RunName, storage: Storage = "runs") -> None:
+    """Show a run while it trains, until it ends. Ctrl-C ends only this command."""
+    from rich.live import Live
+
+    from trainwright.reporting import run_views
+
+    with Live(console=terminal_console(), auto_refresh=False, vertical_overflow="crop") as live:
+        run_views.watch_run(storage, run, lambda content: live.update(content, refresh=True))
 
 
 @app.command()

@@ -8,7 +8,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
@@ -24,6 +28,16 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, rest = divmod(minutes, 60)
     return f"{hours} h {rest:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A curve of at most `width` block characters, each the mean of several values: `█▆▃▂▁`; without values empty."""
+    finite = [value for value in values if math.isfinite(value)]
+    per_block = max(1, math.ceil(len(finite) / width))
+    means = [sum(part) / len(part) for part in (finite[n : n + per_block] for n in range(0, len(finite), per_block))]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in means)
 
 
 def clock_time(seconds: float) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -117,6 +117,19 @@ def run_view(storage: str, run: str) -> RunView:
     history = read_history(store, run)
     data = run_details(store, run, history)
     return RunView(data=data, content=_show_page(data, history))
+
+
+def watch_run(
+    storage: str, run: str, show: Callable[[RenderableType], object], *, wait: WaitFunction | None = None
+) -> None:
+    """Show the view of a run again and again, until the run has ended. Raises StorageError."""
+    pause = wait or threading.Event().wait
+    while True:
+        view = run_view(storage, run)
+        show(view.content)
+        if view.data["state"] != "running":
+            return
+        pause(_FOLLOW_S)
 
 
 def log_lines(
@@ -304,7 +317,7 @@ def _show_page(data: dict[str, Any], history: RunHistory) -> RenderableType:
         parts.append(Text(f"-> {data['remedy']}", style="yellow"))
     if data["error"] and data["state"] == "failed":
         parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
-    parts.append(Padding(facts_table(_facts(data)), (1, 0, 0, 2)))
+    parts.append(Padding(facts_table(_facts(data, history)), (1, 0, 0, 2)))
     if data["mesh"]:
         columns, rows = tuple(data["mesh"][0]), tuple(tuple(row.values()) for row in data["mesh"])
         table = mesh_text(MeshTable(columns=columns, rows=rows))
@@ -317,7 +330,7 @@ def _show_page(data: dict[str, Any], history: RunHistory) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(data: dict[str, Any], history: RunHistory) -> list[tuple[str, str]]:
     seconds = data["seconds"]
     spent = ", ".join(
         f"{name} {formatting.duration(value)}" for name, value in seconds.items() if name != "wall" and value
@@ -327,7 +340,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("cluster", data["cluster"]),
         ("progress", f"step {data['step']:,}/{data['total_steps']:,}, epoch {data['epoch']}/{data['epochs']}"),
         ("waiting", data["waiting"]),
-        ("loss", _figure(data["loss"])),
+        ("loss", f"{_figure(data['loss'])}  {formatting.sparkline([record.loss for record in history.records])}"),
         ("metrics", _metrics(data["metrics"])),
         ("best", (data["best"] or {}).get("text", "")),
         ("ended", data["reason"]),

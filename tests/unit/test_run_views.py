@@ -308,3 +308,22 @@ def test_logs_follow_ends_when_the_driver_is_dead() -> None:
         pytest.fail("waited for a dead driver")
 
     assert len(list(views.log_lines(uri, "demo", follow=True, wait=wait))) == 5
+
+
+def test_a_run_is_watched_until_it_ends() -> None:
+    uri = storage()
+    record(uri, [started(), events.Formed(time_s=101), stepped(range(1, 9), time_s=102)])
+    shown: list[str] = []
+
+    def wait(seconds: float) -> None:
+        if len(shown) == 2:
+            log = RunLog(open_store(uri), "demo")
+            head = log.head()
+            assert head is not None
+            log.release(head.token, "stopped")
+
+    views.watch_run(
+        uri, "demo", lambda content: shown.append(printed(views.RunView(data=None, content=content))), wait=wait
+    )
+    assert ["running" in each.splitlines()[0] for each in shown] == [True, True, False]
+    assert "stopped" in shown[-1] and "1.0000  █▄▃▂▂▁▁▁" not in shown[0] and "0.1250  █▄▃▂▂▁▁▁" in shown[0]
