@@ -81,7 +81,7 @@ def _pace(times: list[float]) -> float:
 def measured(folder: Path, schedule: Schedule, run: Callable[[], None], ready: Callable[[int], bool]) -> list[Recovery]:
     """What each kill costs the training that `run` starts and waits for; its processes stamp into `folder`.
 
-    `ready` says whether the next kill may come, after so many.
+    `ready` says whether the next kill may come, or the end, after so many.
     """
     killer = Killer(folder, schedule, ready)
     killer.start()
@@ -133,6 +133,8 @@ class Killer(threading.Thread):
             if not fresh:
                 continue
             if len(self.kills) == self._schedule.kills:
+                if not self._ready(len(self.kills)):
+                    continue
                 set_last(self._folder, fresh[-1].step + LAST_STEPS)
                 self.through = True
                 return
