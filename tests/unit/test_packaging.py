@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import trainwright as tw
+
 ROOT = Path(__file__).resolve().parents[2]
 MAPPED = {"app": "trainwright", "strategies": "trainwright/strategies", "datasets": "trainwright/datasets",
           "clusters": "trainwright/clusters"}  # fmt: skip
@@ -97,7 +99,16 @@ def test_wheel_has_licence_and_command(built: Built) -> None:
 def test_sdist_is_a_checkout_that_can_be_worked_with(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    files = {"cluster.yaml", "constraints.txt", "Makefile", "LICENSE", "README.md", "CONTRIBUTING.md", ".ci/run"}
+    files = {
+        "cluster.yaml",
+        "constraints.txt",
+        "Makefile",
+        "LICENSE",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        ".ci/run",
+    }
     for folder in ("app", "strategies", "datasets", "tests", "examples", "benchmarks"):
         files |= {path.relative_to(built.tree).as_posix() for path in (built.tree / folder).rglob("*.py")}
     assert files - names == set()
@@ -200,3 +211,12 @@ def test_everything_imported_is_asked_for() -> None:
 def test_constraints_name_versions_only() -> None:
     for name, version in pins().items():
         assert version.replace(".", "").isalnum(), f"{name}=={version} is bound to one builder's wheels"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """In the package, the changelog and the citation."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert tw.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2]
+    assert newest.startswith(f"{version},")
