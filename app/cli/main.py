@@ -16,13 +16,14 @@ from typer.core import TyperGroup
 from trainwright.cli import cluster_commands, plan_commands, run_commands
 from trainwright.cli.data_commands import data as data_commands
 from trainwright.cli.options import AsJson, Html, Storage, print_json, terminal_console, write_file
+from trainwright.cli.study_commands import study as study_commands
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters
 from trainwright.core.peer_options import PEER_OPTIONS
 from trainwright.core.redaction import redact
 from trainwright.submit.job_credentials import received_credentials
 
 _GROUPS = {
-    "Training": ("fit", "distill", "submit", "chaos"),
+    "Training": ("fit", "distill", "submit", "study", "chaos"),
     "Runs": ("runs", "show", "watch", "logs", "compare", "stop", "rm"),
     "Trained models": ("evaluate", "predict", "export"),
     "Planning": ("plan", "strategies", "simulate", "probe"),
@@ -56,6 +57,7 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(data_commands, name="data")
+app.add_typer(study_commands, name="study")
 
 _RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.support.html_pages import Balance
 from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
@@ -43,36 +43,6 @@ CASES: dict[str, list[events.Event]] = {
     "nan": [started(), events.Formed(time_s=101), stepped(range(1, 9), time_s=102, loss=float("nan"))],
     "nothing": [],
 }
-
-
-class Balance(HTMLParser):
-    """Checks that tags close in order and collects what would be fetched."""
-
-    VOID = frozenset({"meta", "br", "hr", "img", "link", "input", "path", "use"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.fetched: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        values = dict(attrs)
-        self.ids += [values["id"] or ""] if "id" in values else []
-        self.fetched += [str(values[name]) for name in ("src", "href", "xlink:href") if name in values]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
 
 
 @pytest.mark.parametrize("case", CASES)

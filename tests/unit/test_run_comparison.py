@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests.support.html_pages import Balance
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
-from tests.unit.test_report import Balance
 from trainwright.cli.main import app
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, StorageError

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
 from trainwright.reporting.run_history import RunHistory
@@ -403,3 +403,54 @@ def _themed(svg: str, name: str, widest_px: int | None) -> str:
     for variable, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return re.sub(r"\n\s*", "\n", svg)
+
+
+# --- Studies ----------------------------------------------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """A point of a curve with its interval, whose ends may be NaN."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def bands_chart(
+    name: str,
+    curves: Mapping[str, Sequence[Band]],
+    xlabel: str,
+    *,
+    log: bool = False,
+    ideal: Sequence[tuple[float, float]] = (),
+    mark: tuple[str, float] | None = None,
+) -> str:
+    """Draw curves with intervals.
+
+    Args:
+        log: the x axis is logarithmic, to base 2.
+        ideal: points of a dashed line.
+        mark: name and place of a vertical line.
+    """
+
+    def draw(axes: Axes) -> None:
+        if log:
+            axes.set_xscale("log", base=2)
+        for number, (label, bands) in enumerate(curves.items()):
+            colour, x = _SERIES[number % len(_SERIES)], [band.x for band in bands]
+            dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
+            style: dict[str, Any] = {"color": colour, "linestyle": dashed, "marker": "o", "markersize": 4}
+            axes.plot(x, [band.mean for band in bands], label=_no_math(label), **style)
+            known = [band for band in bands if math.isfinite(band.low)]
+            if known:
+                lows, highs = [band.low for band in known], [band.high for band in known]
+                axes.fill_between([band.x for band in known], lows, highs, color=colour, alpha=0.18, linewidth=0)
+        if ideal:
+            dashed = (0, (4, 2))
+            axes.plot(*zip(*ideal, strict=True), color=_COLOURS["soft"], linestyle=dashed, linewidth=1.2, label="ideal")
+        if mark is not None:
+            axes.axvline(mark[1], color=_COLOURS["soft"], linestyle=(0, (2, 2)), linewidth=1.2, label=mark[0])
+        _legend(axes)
+
+    return _svg(name, _WIDE, draw, xlabel)

@@ -1,0 +1,137 @@
+"""Commands of studies: many runs of one job, and what they found in one table and one figure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.cli.options import AsJson, Html, JobFile, Overrides, print_json, terminal_console, write_file
+from trainwright.core.errors import JobError, nearest
+
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.studies.study_trials import StudyKind, StudyTrial
+
+study = typer.Typer(
+    name="study", help="Run a job many times: scaling, convergence, batch sizes.", no_args_is_help=True,
+    rich_markup_mode=None,
+)  # fmt: skip
+
+_WorkerCounts = Annotated[str, typer.Option("--workers", metavar="N,...", help="Numbers of workers.")]
+_Seeds = Annotated[int, typer.Option(min=1, help="Run each with this number of seeds.")]
+_Mode = Annotated[
+    list[str] | None,
+    typer.Option("--mode", help="synchronous, asynchronous; by default the first alone. Repeatable."),
+]
+_Metric = Annotated[str | None, typer.Option(help="Compare this metric; by default the first beside the loss.")]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Run finished trials again.")]
+
+
+@study.command()
+def scaling(
+    file: JobFile,
+    workers: _WorkerCounts = "1,2",
+    mode: _Mode = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 200,
+    seeds: _Seeds = 3,
+    overrides: Overrides = None,
+    fresh: _Fresh = False,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure throughput by the number of workers. The same command continues a stopped study."""
+    from trainwright.studies.study_trials import scaling_trials
+
+    job = _job(file, overrides)
+    _run("scaling", job, scaling_trials(job, _numbers(workers), _modes(mode), seeds, steps), None, fresh, html, as_json)
+
+
+@study.command()
+def convergence(
+    file: JobFile,
+    workers: _WorkerCounts = "1,2",
+    mode: _Mode = None,
+    metric: _Metric = None,
+    seeds: _Seeds = 3,
+    overrides: Overrides = None,
+    fresh: _Fresh = False,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a metric over time and samples by the number of workers. The same command continues a stopped study."""
+    from trainwright.studies.study_trials import convergence_trials
+
+    job = _job(file, overrides)
+    trials = convergence_trials(job, _numbers(workers), _modes(mode), seeds)
+    _run("convergence", job, trials, metric, fresh, html, as_json)
+
+
+@study.command()
+def batch(
+    file: JobFile,
+    sizes: Annotated[str, typer.Option(metavar="N,...", help="Batch sizes.")] = "64,256,1024,4096",
+    metric: _Metric = None,
+    seeds: _Seeds = 3,
+    overrides: Overrides = None,
+    fresh: _Fresh = False,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the final metric by batch size at equal epochs, with and without the linear rule for learning rates."""
+    from trainwright.studies.study_trials import batch_trials
+
+    job = _job(file, overrides)
+    _run("batch", job, batch_trials(job, _numbers(sizes), seeds), metric, fresh, html, as_json)
+
+
+def _run(
+    kind: StudyKind,
+    job: Job,
+    trials: Sequence[StudyTrial],
+    metric: str | None,
+    fresh: bool,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    from trainwright.studies.study_report import StudyReport, metric_of
+    from trainwright.studies.study_trials import run_trials
+
+    done = run_trials(trials, fresh=fresh, say=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        compared = "samples/s" if kind == "scaling" else metric_of(done, metric)
+    except KeyError as known:
+        raise JobError([f"--metric {metric} was not evaluated; known: {known.args[0]}"]) from None
+    report = StudyReport(kind=kind, name=job.name, metric=compared, trials=done)
+    if html is not None:
+        write_file(html, report.page(), "--html")
+    view = report.view()
+    if as_json:
+        print_json(view.data)
+    else:
+        terminal_console().print(view.content)
+
+
+def _job(file: str, overrides: list[str] | None) -> Job:
+    from trainwright.planning.job_file import load_job
+
+    return load_job(file, overrides or ())
+
+
+def _numbers(text: str) -> list[int]:
+    """Return `1,2,4` as numbers. Raises JobError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise JobError([f"{text!r} are not numbers: write them with commas, such as 1,2,4"])
+    return sorted({int(part) for part in parts})
+
+
+def _modes(given: list[str] | None) -> list[str]:
+    from trainwright.studies.study_trials import MODES
+
+    for mode in given or ():
+        if mode not in MODES:
+            raise JobError([f"--mode {mode}: {nearest(mode, MODES)}"])
+    return [*dict.fromkeys(given or ("synchronous",))]

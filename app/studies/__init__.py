@@ -1,0 +1,1 @@
+"""Studies of a job: runs with other numbers of workers, batch sizes, learning rates and seeds, in one figure."""

@@ -1,0 +1,239 @@
+"""What a study found: tables and charts with means over seeds and their 95% intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainwright.core import formatting
+from trainwright.core.events import Evaluated
+from trainwright.reporting.html.run_charts import Band, bands_chart
+from trainwright.reporting.html.templates import render_template
+from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.run_views import RunView
+from trainwright.storage.run_summary import staleness_of
+from trainwright.studies.study_trials import StudyKind, StudyTrial
+
+# 97.5% quantiles of Student's t distribution by degrees of freedom, 1 to 9; beyond, that of the normal distribution.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_NORMAL = 1.960
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A mean over seeds with its 95% interval; that of one seed is NaN."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Return the mean of at least one value, by Student's t distribution."""
+        mean, count = fmean(values), len(values)
+        if count == 1:
+            return cls(mean=mean, low=math.nan, high=math.nan, count=1)
+        quantile = _T[count - 2] if count - 2 < len(_T) else _NORMAL
+        apart = quantile * stdev(values) / math.sqrt(count)
+        return cls(mean=mean, low=mean - apart, high=mean + apart, count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyReport:
+    """A study that was run.
+
+    Attributes:
+        kind: of the study.
+        name: of the job.
+        metric: the metric that is compared, or `samples/s`.
+        trials: with their histories.
+    """
+
+    kind: StudyKind
+    name: str
+    metric: str
+    trials: Sequence[StudyTrial]
+
+    @property
+    def x_name(self) -> str:
+        """What is varied."""
+        return "batch size" if self.kind == "batch" else "workers"
+
+    @property
+    def means(self) -> dict[tuple[str, int], Mean]:
+        """The compared value by curve and x."""
+        values: dict[tuple[str, int], list[float]] = {}
+        for trial in self.trials:
+            values.setdefault((trial.label, trial.x), []).append(self._value(_history(trial)))
+        return {key: Mean.of(found) for key, found in values.items()}
+
+    def data(self) -> dict[str, Any]:
+        """Return the study for programs."""
+        rows = [
+            {"curve": label, "x": x, "mean": mean.mean, "low": _plain(mean.low), "high": _plain(mean.high),
+             "seeds": mean.count}
+            for (label, x), mean in self.means.items()
+        ]  # fmt: skip
+        runs = [
+            {"curve": trial.label, "x": trial.x, "seed": trial.seed, "run": trial.job.name} for trial in self.trials
+        ]
+        return {
+            "study": self.kind,
+            "job": self.name,
+            "metric": self.metric,
+            "x": self.x_name,
+            "rows": rows,
+            "runs": runs,
+        }
+
+    def view(self) -> RunView:
+        """Return the table for a terminal, and the data."""
+        headings, rows = self._table()
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        notes = Text("\n".join(self._sentences()), style="dim")
+        title = Text.assemble((f"{self.kind} study of {self.name}", "bold"))
+        return RunView(data=self.data(), content=Group(title, Padding(table, (1, 0, 1, 2)), notes))
+
+    def page(self) -> str:
+        """Return charts and the table as an HTML page without scripts."""
+        from markupsafe import Markup
+
+        headings, rows = self._table()
+        body = render_template(
+            "tables.html.j2",
+            headline=f"{self.kind} study of {self.name}",
+            charts=[(title, Markup(svg)) for title, svg in self._charts()],
+            tables=[("Figures", headings, rows)],
+            numbers=headings[1:],
+            sentences=self._sentences(),
+        )
+        return render_template("page.html.j2", title=f"trainwright study {self.kind}", body=Markup(body))
+
+    def _value(self, history: RunHistory) -> float:
+        return history.samples_per_s if self.kind == "scaling" else history.metrics.get(self.metric, math.nan)
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        headings = ["", self.x_name, self.metric, "95% interval", "seeds"]
+        means, rows = self.means, []
+        fewest = {label: min(x for each, x in means if each == label) for label, _ in means}
+        for (label, x), mean in means.items():
+            interval = f"{_figure(mean.low)} to {_figure(mean.high)}" if mean.count > 1 else "-"
+            row = [label, f"{x:,}", _figure(mean.mean), interval, str(mean.count)]
+            if self.kind == "scaling":
+                times = mean.mean / means[label, fewest[label]].mean
+                row += [f"{times:.2f}", formatting.percent(times * fewest[label] / x)]
+            elif self.kind == "convergence":
+                row += [formatting.duration(fmean(_seconds(trial) for trial in self._trials(label, x)))]
+            rows.append(row)
+        more = {"scaling": ["speed-up", "efficiency"], "convergence": ["time of steps"], "batch": []}
+        return [*headings, *more[self.kind]], rows
+
+    def _trials(self, label: str, x: int) -> list[StudyTrial]:
+        return [trial for trial in self.trials if (trial.label, trial.x) == (label, x)]
+
+    def _charts(self) -> list[tuple[str, str]]:
+        if self.kind == "convergence":
+            return [
+                (f"{self.metric} over time", self._curves("seconds of steps", _spent)),
+                (f"{self.metric} over samples", self._curves("samples", _samples)),
+            ]
+        bands: dict[str, list[Band]] = {}
+        for (label, x), mean in self.means.items():
+            bands.setdefault(label, []).append(Band(x=x, mean=mean.mean, low=mean.low, high=mean.high))
+        title = f"{self.metric} by {self.x_name}"
+        if self.kind == "batch":
+            scale = self._noise_scale()
+            mark = ("gradient noise scale", scale) if scale is not None else None
+            return [(title, bands_chart(title, bands, self.x_name, log=True, mark=mark))]
+        first = min((band for found in bands.values() for band in found), key=lambda band: band.x)
+        largest = max(trial.x for trial in self.trials)
+        ideal = [(first.x, first.mean), (largest, first.mean * largest / first.x)]
+        return [(title, bands_chart(title, bands, self.x_name, ideal=ideal))]
+
+    def _curves(self, xlabel: str, place: Any) -> str:
+        """Draw the metric of each number of workers, the mean over seeds by evaluation."""
+        curves: dict[str, list[Band]] = {}
+        for label, x in self.means:
+            lines = [
+                [(place(_history(trial), each), each.metrics[self.metric]) for each in _history(trial).evaluated]
+                for trial in self._trials(label, x)
+            ]
+            name = f"{label}, {formatting.count(x, 'worker')}"
+            for points in zip(*lines, strict=False):
+                mean = Mean.of([value for _, value in points])
+                at = fmean(where for where, _ in points)
+                curves.setdefault(name, []).append(Band(x=at, mean=mean.mean, low=mean.low, high=mean.high))
+        return bands_chart(f"{self.metric} by {xlabel}", curves, xlabel)
+
+    def _noise_scale(self) -> float | None:
+        """Return the mean of the runs' gradient noise scales, in samples; None where none was measured."""
+        known = [_history(trial).noise for trial in self.trials]
+        scales = [noise[1].scale for noise in known if noise is not None]
+        return fmean(scales) if scales else None
+
+    def _sentences(self) -> list[str]:
+        cluster = {_history(trial).summary.start.cluster for trial in self.trials}
+        found = [f"Measured on: {'; '.join(sorted(cluster))}. Means over seeds, with 95% intervals by Student's t."]
+        if self.kind == "scaling":
+            found.append("The global batch is the same everywhere. Speed-up is over the fewest workers.")
+        if self.kind == "convergence":
+            found.append("Time counts steps alone, not the start, evaluations and checkpoints.")
+            for label, x in self.means:
+                stale = [staleness_of(_history(trial).summary.stale) for trial in self._trials(label, x)]
+                if any(each.counts for each in stale):
+                    mean = fmean(each.mean for each in stale)
+                    found.append(f"Staleness, {label}, {formatting.count(x, 'worker')}: {mean:.2f} {stale[0].unit}.")
+        if self.kind == "batch":
+            scale = self._noise_scale()
+            if scale is not None:
+                found.append(f"Gradient noise scale: {scale:,.0f} samples (McCandlish et al., 2018), mean of the runs.")
+        return found
+
+
+def metric_of(trials: Sequence[StudyTrial], wanted: str | None) -> str:
+    """Return the metric to compare: the wanted one, or the first that is not the loss.
+
+    Raises KeyError with the known ones where the wanted one was not evaluated.
+    """
+    known = dict.fromkeys(name for trial in trials for name in _history(trial).metrics)
+    if wanted is not None and wanted not in known:
+        raise KeyError(", ".join(known))
+    return wanted or next((name for name in known if name != "loss"), "loss")
+
+
+def _history(trial: StudyTrial) -> RunHistory:
+    assert trial.history is not None, "the trial was run"
+    return trial.history
+
+
+def _seconds(trial: StudyTrial) -> float:
+    return sum(record.step_s for record in _history(trial).records)
+
+
+def _spent(history: RunHistory, evaluation: Evaluated) -> float:
+    return sum(record.step_s for record in history.records if record.step <= evaluation.step)
+
+
+def _samples(history: RunHistory, evaluation: Evaluated) -> float:
+    return sum(record.samples for record in history.records if record.step <= evaluation.step)
+
+
+def _figure(value: float) -> str:
+    return formatting.metric(value) if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,151 @@
+"""The runs of a study, one after the other, so that each has the whole cluster. A repeated call skips finished ones.
+
+scaling      throughput by the number of workers, synchronous and asynchronous
+convergence  a metric over time, by the number of workers, synchronous and asynchronous
+batch        the final metric by batch size, at equal epochs, under two rules for the learning rate
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from trainwright.core.engine import takes_optimizer, with_batch_size
+from trainwright.core.errors import JobError, RunFinished, Stopped
+from trainwright.core.job import Job
+from trainwright.lr_schedules import constant, linear_warmup
+from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.stored_run import open_run
+
+StudyKind = Literal["scaling", "convergence", "batch"]
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "synchronous": {},
+    "asynchronous": {"strategy": "parameter_server", "consistency": "async"},
+}
+_RULES = ("same rate", "linear rule")
+_WARMUP = 0.1  # share of the run, of the linear rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyTrial:
+    """One run of a study.
+
+    Attributes:
+        label: the curve that it belongs to.
+        x: number of workers, or batch size.
+        seed: of the run.
+        job: what is run.
+        history: what came of it; None before it was run.
+    """
+
+    label: str
+    x: int
+    seed: int
+    job: Job
+    history: RunHistory | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScaledSchedule:
+    """A schedule with the linear rule: the factor grows with the batch, after a warm-up (Goyal et al., 2017).
+
+    Attributes:
+        factor: the batch size over that of the job.
+        schedule: the job's own, (step, total) -> factor.
+    """
+
+    factor: float
+    schedule: Callable[[int, int], float]
+
+    def __call__(self, step: int, total: int) -> float:
+        """Return the factor on the optimizer's own learning rate."""
+        rising = linear_warmup(step, total, warmup=_WARMUP) if self.factor > 1.0 else 1.0
+        return self.factor * rising * self.schedule(step, total)
+
+
+def scaling_trials(job: Job, workers: Sequence[int], modes: Sequence[str], seeds: int, steps: int) -> list[StudyTrial]:
+    """Return runs of so many steps for each number of workers; the global batch is the job's."""
+    short = {"epochs": 1, "epoch_samples": steps * job.batch_size}
+    return [*_by_workers(job, "scaling", workers, modes, seeds, short)]
+
+
+def convergence_trials(job: Job, workers: Sequence[int], modes: Sequence[str], seeds: int) -> list[StudyTrial]:
+    """Return whole runs of the job for each number of workers. Raises JobError for a job that evaluates nothing."""
+    _check_evaluates(job)
+    return [*_by_workers(job, "convergence", workers, modes, seeds, {})]
+
+
+def batch_trials(job: Job, batch_sizes: Sequence[int], seeds: int) -> list[StudyTrial]:
+    """Return whole runs of the job, of equal epochs, for each batch size under each rule for the learning rate.
+
+    Raises:
+        JobError: the job evaluates nothing, or its schedule cannot be scaled.
+    """
+    _check_evaluates(job)
+    schedules = job.training.schedules
+    if any(takes_optimizer(each) for each in schedules):
+        problem = "schedule= makes a scheduler of an optimizer, which the linear rule cannot scale"
+        raise JobError([f"{problem}: give a function (step, total) -> factor, such as those of tw.schedules"])
+    found = []
+    for rule in _RULES:
+        for size in batch_sizes:
+            scaled: Any = job.training.schedule
+            if rule == "linear rule":
+                own = [with_batch_size(each, size) for each in schedules or (constant,)]
+                made = tuple(_ScaledSchedule(factor=size / job.batch_size, schedule=each) for each in own)
+                scaled = made if isinstance(job.training.schedule, tuple) else made[0]
+            for seed in range(seeds):
+                name = f"{job.name}-batch-{rule.replace(' ', '-')}-{size}-seed{seed}"
+                run = job.replace(name=name, batch_size=size, schedule=scaled, seed=job.training.seed + seed)
+                found.append(StudyTrial(label=rule, x=size, seed=seed, job=run))
+    return found
+
+
+def run_trials(
+    trials: Sequence[StudyTrial], *, fresh: bool = False, say: Callable[[str], object] = print
+) -> list[StudyTrial]:
+    """Run the trials, and return them with what came of them.
+
+    Args:
+        fresh: run finished ones again.
+        say: takes a line for the user.
+
+    Raises:
+        Stopped: a signal stopped one of them; the same call continues.
+        TrainwrightError: one of them failed.
+    """
+    from trainwright import api
+
+    done = []
+    for number, trial in enumerate(trials, 1):
+        say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
+        try:
+            run = api.fit(trial.job, fresh=fresh)
+        except RunFinished:
+            say("  it is finished already")
+        else:
+            if run.state == "stopped":
+                raise Stopped(
+                    f"the study was stopped in run {trial.job.name}",
+                    remedy="the same command continues it", signal=run.signal or signal.SIGINT,
+                )  # fmt: skip
+        done.append(replace(trial, history=open_run(trial.job.name, trial.job.storage).read()))
+    return done
+
+
+def _by_workers(
+    job: Job, kind: str, workers: Sequence[int], modes: Sequence[str], seeds: int, fields: Mapping[str, Any]
+) -> Iterator[StudyTrial]:
+    for mode in modes:
+        for count in workers:
+            for seed in range(seeds):
+                name = f"{job.name}-{kind}-{mode}-{count}-seed{seed}"
+                more = {"name": name, "workers": count, "seed": job.training.seed + seed, **MODES[mode], **fields}
+                yield StudyTrial(label=mode, x=count, seed=seed, job=job.replace(**more))
+
+
+def _check_evaluates(job: Job) -> None:
+    if job.evaluate is None:
+        raise JobError(["evaluate= is missing: this study compares metrics of evaluations"])

@@ -1,0 +1,31 @@
+"""`trainwright study` as a user types it: real runs, a page, and a repeated command that runs nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_job import JOB
+from tests.support.processes import address, finish
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_batch_sizes_are_compared_and_a_repeated_command_runs_nothing(tmp_path: Path) -> None:
+    file, page = tmp_path / "job.py", tmp_path / "page.html"
+    file.write_text(JOB.format(storage=str(tmp_path / "runs")))
+    command = ["study", "batch", file, "--sizes", "50,250", "--seeds", "1", "--set", "workers=1", "--set", "epochs=1"]
+    code, out, err = finish(*command, "--html", page, "--json", cluster=address())
+    assert code == 0, err
+    data = json.loads(out)
+    assert [(row["curve"], row["x"]) for row in data["rows"]] == [
+        (rule, size) for rule in ("same rate", "linear rule") for size in (50, 250)
+    ]
+    assert all(0.0 < row["mean"] <= 1.0 for row in data["rows"]) and data["metric"] == "accuracy"
+    assert "accuracy by batch size" in page.read_text()
+    rates = {row["x"]: row["mean"] for row in data["rows"]}
+    code, out, err = finish(*command, cluster=address())
+    assert code == 0 and err.count("it is finished already") == 4 and "same rate" in out, err
+    code, _, err = finish("study", "batch", file, "--sizes", "50,x", cluster=address())
+    assert code == 2 and "are not numbers" in err and rates

@@ -1,0 +1,159 @@
+"""Studies: which runs they make, and what their tables and charts say. Real runs: tests/e2e/test_study.py."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.support.html_pages import Balance
+from tests.support.run_views import printed, record, storage
+from tests.support.sample_run import started, stepped
+from tests.support.work_orders import table_job
+from trainwright import api
+from trainwright.core import events
+from trainwright.core.errors import JobError, RunFinished, Stopped
+from trainwright.reporting.stored_run import open_run
+from trainwright.studies.study_report import Mean, StudyReport, metric_of
+from trainwright.studies.study_trials import StudyTrial, batch_trials, convergence_trials, run_trials, scaling_trials
+
+
+def job(**fields: Any) -> tw.Job:
+    return table_job(evaluate=tw.datasets.table({"x": [[1.0]], "y": [0]}), batch_size=64, **fields)
+
+
+def test_a_scaling_study_has_a_short_run_for_each_number_mode_and_seed() -> None:
+    trials = scaling_trials(job(seed=5), [1, 2], ["synchronous", "asynchronous"], seeds=2, steps=30)
+    assert [(each.label, each.x, each.seed) for each in trials] == [
+        (mode, count, seed) for mode in ("synchronous", "asynchronous") for count in (1, 2) for seed in (0, 1)
+    ]
+    assert len({each.job.name for each in trials}) == 8
+    last = trials[-1].job
+    assert (last.scaling.workers, last.training.seed, last.epochs, last.data.epoch_samples) == (2, 6, 1, 30 * 64)
+    assert (last.planning.strategy, last.planning.consistency, last.batch_size) == ("parameter_server", "async", 64)
+    assert trials[0].job.planning.strategy is None
+
+
+def test_the_linear_rule_scales_the_jobs_own_schedule_after_a_warm_up() -> None:
+    trials = batch_trials(job(schedule=tw.schedules.linear), [32, 256], seeds=1)
+    rates = {(each.label, each.x): each.job.training.schedule for each in trials}
+    assert rates["same rate", 256] is tw.schedules.linear
+    larger: Any = pickle.loads(pickle.dumps(rates["linear rule", 256]))
+    assert larger(0, 100) == pytest.approx(4 * 0.1 * tw.schedules.linear(0, 100)), "a tenth of the run warms up"
+    assert larger(50, 100) == pytest.approx(4 * tw.schedules.linear(50, 100))
+    smaller: Any = rates["linear rule", 32]
+    assert smaller(0, 100) == pytest.approx(0.5 * tw.schedules.linear(0, 100)), "a smaller rate needs no warm-up"
+    assert {each.job.epochs for each in trials} == {job().epochs}
+
+
+def test_what_cannot_be_studied_is_refused() -> None:
+    with pytest.raises(JobError, match="evaluate= is missing"):
+        convergence_trials(table_job(), [1], ["synchronous"], 1)
+    with pytest.raises(JobError, match="which the linear rule cannot scale"):
+        batch_trials(job(schedule=lambda optimizer: None), [32], 1)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that were started; one whose name ends with `seed1` is finished already."""
+    names: list[str] = []
+
+    def fit(job: tw.Job, *, fresh: bool = False) -> Any:
+        if job.name.endswith("seed1") and not fresh:
+            raise RunFinished(f"{job.name} is finished")
+        names.append(job.name)
+        return open_run(job.name, job.storage)
+
+    monkeypatch.setattr(api, "fit", fit)
+    return names
+
+
+def done(trials: list[StudyTrial], value: Any) -> None:
+    """Store a run of each, whose last accuracy and pace are `value(trial)`."""
+    for trial in trials:
+        accuracy, step_s = value(trial)
+        steps = replace(stepped(range(1, 21), time_s=102), step_s=[step_s] * 20)
+        evaluated = [
+            events.Evaluated(time_s=103, step=step, metrics={"loss": 0.5, "accuracy": accuracy - (20 - step) / 100})
+            for step in (10, 20)
+        ]
+        record(
+            trial.job.storage, [started(), events.Formed(time_s=101), steps, *evaluated], name=trial.job.name,
+            outcome="done",
+        )  # fmt: skip
+
+
+def test_finished_runs_are_not_run_again(ran: list[str]) -> None:
+    trials = convergence_trials(job(storage=storage()), [1, 2], ["synchronous"], 2)
+    done(trials, lambda trial: (0.9, 0.1))
+    said: list[str] = []
+    found = run_trials(trials, say=said.append)
+    assert ran == [each.job.name for each in trials if each.seed == 0]
+    assert all(each.history is not None and each.history.metrics["accuracy"] == 0.9 for each in found)
+    assert said[0].startswith("1/4  synchronous, 1, seed 0: run ") and "  it is finished already" in said
+    run_trials(trials, fresh=True, say=said.append)
+    assert len(ran) == 6
+
+
+def test_a_stopped_run_stops_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        state, signal = "stopped", 15
+
+    monkeypatch.setattr(api, "fit", lambda job, fresh: Interrupted())
+    with pytest.raises(Stopped, match=r"was stopped in run (.|\n)*the same command continues") as raised:
+        run_trials(scaling_trials(job(storage=storage()), [1], ["synchronous"], 1, 10), say=lambda line: None)
+    assert raised.value.signal == 15
+
+
+def test_the_mean_of_seeds_has_students_interval() -> None:
+    found = Mean.of([1.0, 2.0, 3.0])
+    assert (found.mean, found.count) == (2.0, 3) and found.high - 2.0 == pytest.approx(4.303 / math.sqrt(3))
+    assert math.isnan(Mean.of([1.0]).low)
+
+
+def report(kind: Any, trials: list[StudyTrial]) -> StudyReport:
+    found = run_trials(trials, say=lambda line: None)
+    metric = "samples/s" if kind == "scaling" else metric_of(found, None)
+    return StudyReport(kind=kind, name="demo", metric=metric, trials=found)
+
+
+def test_a_scaling_study_shows_speed_up_and_efficiency(ran: list[str]) -> None:
+    trials = scaling_trials(job(storage=storage()), [1, 2], ["synchronous"], 2, 20)
+    done(trials, lambda trial: (0.9, 0.2 / (1 + 0.6 * (trial.x - 1))))
+    found = report("scaling", trials)
+    row = next(line.split() for line in printed(found.view()).splitlines() if line.split()[:2] == ["synchronous", "2"])
+    assert row[-3:] == ["2", "1.60", "80%"], "seeds, speed-up, efficiency"
+    data = found.data()
+    assert [(entry["x"], entry["seeds"]) for entry in data["rows"]] == [(1, 2), (2, 2)] and len(data["runs"]) == 4
+    assert data["rows"][1]["mean"] == pytest.approx(2048.0)
+    assert ">ideal<" in found.page()
+
+
+def test_a_batch_study_compares_final_metrics_at_equal_epochs(ran: list[str]) -> None:
+    trials = batch_trials(job(storage=storage()), [32, 64], 3)
+    done(trials, lambda trial: (0.9 - 0.01 * trial.seed - (trial.x == 64) / 10, 0.1))
+    found = report("batch", trials)
+    assert found.means["same rate", 64].mean == pytest.approx(0.79)
+    assert found.means["same rate", 32].low == pytest.approx(0.89 - 4.303 * 0.01 / math.sqrt(3))
+    assert "accuracy by batch size" in found.page() and "linear rule" in printed(found.view())
+
+
+def test_a_convergence_study_has_curves_over_time_and_samples_on_a_page_without_scripts(ran: list[str]) -> None:
+    trials = convergence_trials(job(storage=storage()), [1, 2], ["synchronous", "asynchronous"], 2)
+    done(trials, lambda trial: (0.9, 0.1))
+    page, html = Balance(), report("convergence", trials).page()
+    page.feed(html)
+    assert page.open == [] and "script" not in page.tags and all(target.startswith("#") for target in page.fetched)
+    for told in ("accuracy over time", "accuracy over samples", "asynchronous, 2 workers", "1 node, 2 CPUs"):
+        assert told in html
+
+
+def test_a_metric_that_was_not_evaluated_is_refused_with_the_known_ones(ran: list[str]) -> None:
+    trials = convergence_trials(job(storage=storage()), [1], ["synchronous"], 1)
+    done(trials, lambda trial: (0.9, 0.1))
+    with pytest.raises(KeyError, match="loss, accuracy"):
+        metric_of(run_trials(trials, say=lambda line: None), "f1")
