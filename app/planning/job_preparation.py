@@ -309,8 +309,9 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
-            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name; a run that "
-            "early_stop= or max_time= ended goes on with a larger patience or limit",
+            remedy=f"tw.open_run({name!r}) or `trainwright show {name}` shows it; fresh=True trains again, a larger "
+            "epochs= goes on for longer, or give a new name; a run that early_stop= or max_time= ended goes on with a "
+            "larger patience or limit",
         )
 
 
