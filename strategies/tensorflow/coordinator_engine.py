@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import select
+import socket
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -40,6 +41,7 @@ from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 4096
 _ADDRESS = TypeAdapter(Address)
+_PORT_POLL_S = 0.05
 _KEEPALIVE = {"idle_s": 10, "interval_s": 5, "probes": 4}  # a dead host is noticed within half a minute
 
 
@@ -250,7 +252,7 @@ class MemberConnection:
                     f"rank {group.rank} was on {former.host} and cannot join from {host}: TensorFlow keeps addresses",
                     remedy="start it on the same node, or form a new group",
                 )
-            with nullcontext(former) if former.port else free_address(host) as address:
+            with free_address(host, former.port, min(until, time.monotonic() + HANDSHAKE_S / 2)) as address:
                 serve(address)
             self._chief.send(_packed(address), until)
         except BaseException:
@@ -269,10 +271,32 @@ class MemberConnection:
 
 
 @contextmanager
-def free_address(host: str) -> Iterator[Address]:
-    """Keep a free port from all processes but a server of TensorFlow, which is to bind it within the context."""
-    with bind_socket("", shared=True) as held:
+def free_address(host: str, port: int = 0, until: float = 0.0) -> Iterator[Address]:
+    """Keep a port from all processes but a server of TensorFlow, which is to bind it within the context.
+
+    Args:
+        host: of the address.
+        port: 0 for any that is free. Another process may have a port for now, such as for a connection of its own.
+        until: by `time.monotonic`, how long to wait for it then.
+
+    Raises:
+        PeerLost: the port is still in use.
+    """
+    with _bound(port, until) as held:
         yield Address(host=host, port=held.getsockname()[1])
+
+
+def _bound(port: int, until: float) -> socket.socket:
+    while True:
+        try:
+            return bind_socket("", port, shared=True)
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise PeerLost(
+                    f"port {port}, by which TensorFlow knows this rank, cannot be bound: {error.strerror}",
+                    remedy="form a new group, or find the process that has the port: ss -tanp",
+                ) from error
+        time.sleep(_PORT_POLL_S)
 
 
 def _packed(address: Address) -> bytes:

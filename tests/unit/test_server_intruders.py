@@ -31,7 +31,7 @@ from trainwright.strategies.common.socket_transport import (
 )
 from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
-from trainwright.strategies.tensorflow.coordinator_engine import MemberConnection, MemberRegistry
+from trainwright.strategies.tensorflow.coordinator_engine import MemberConnection, MemberRegistry, free_address
 
 UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
 PUSH: dict[str, Any] = {
@@ -163,6 +163,20 @@ def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPat
         member._chief.close()
     finally:
         seats.end()
+
+
+def test_a_port_that_another_process_has_for_now_is_waited_for() -> None:
+    """TensorFlow knows a member by its address: the process that replaces another one needs its port."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    refused = pytest.raises(PeerLost, match=f"port {port}, by which TensorFlow knows this rank, cannot be bound")
+    with refused, free_address("127.0.0.1", port, time.monotonic() + 0.2):
+        raise AssertionError("it is taken")
+    threading.Timer(0.3, taken.close).start()
+    with free_address("127.0.0.1", port, time.monotonic() + 20.0) as address:
+        assert address == Address(host="127.0.0.1", port=port)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
 
 
 NO_ADDRESS = {

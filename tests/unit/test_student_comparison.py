@@ -325,9 +325,7 @@ def test_students_that_cannot_be_judged_are_no_failure_of_their_run(
 
     store = open_store(str(tmp_path))
     wish = SimpleNamespace(student=SimpleNamespace(evaluate="rows"))
-    run: Any = SimpleNamespace(
-        state="done", distillation=wish, judge=judge, _store=store, job=SimpleNamespace(name="r")
-    )
+    run: Any = SimpleNamespace(state="done", distillation=wish, judge=judge, store=store, job=SimpleNamespace(name="r"))
     evaluate_finished(run)
     (noted,) = told(tmp_path, "r", events.Noted)
     for text in (noted.text, capsys.readouterr().err):  # type: ignore[attr-defined]

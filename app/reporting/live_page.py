@@ -1,0 +1,124 @@
+"""A run as a page in the browser while it trains: its report, loaded again every two seconds.
+
+Reads storage only. Other machines need a token. A page of this machine is served to its own names alone, so that no
+other site can read it through the browser (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from trainwright.core.errors import ResourceError, StorageError
+from trainwright.reporting.html.run_report import render_report
+from trainwright.reporting.stored_run import StoredRun
+
+REFRESH_S = 2.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LivePage:
+    """Serves the report of a run over HTTP.
+
+    Args:
+        run: whose report is served.
+        host: address to listen on.
+        port: 0 for any.
+
+    Attributes:
+        url: of the page, with the token where one is needed.
+
+    Raises:
+        ResourceError: the address cannot be listened on.
+    """
+
+    def __init__(self, run: StoredRun, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._made_s, self._page, self._ended = -REFRESH_S, b"", False
+        self._token = "" if host in _LOOPBACK else secrets.token_urlsafe(24)
+        page = self
+
+        class Handler(_Handler):
+            live = page
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            what = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise ResourceError(what, where="--host, --port", remedy="give another port, or none for any") from error
+        self._server.daemon_threads = True
+        place = f"{host}:{self._server.server_address[1]}"
+        self.url = f"http://{place}/" + (f"?token={self._token}" if self._token else "")
+
+    def serve(self) -> None:
+        """Answer requests until `close`, or an interrupt."""
+        with self._server:
+            self._server.serve_forever()
+
+    def close(self) -> None:
+        """Stop `serve`; from another thread."""
+        self._server.shutdown()
+
+    def admits(self, path: str, host: str) -> bool:
+        """Whether a request may be answered.
+
+        Args:
+            path: of the request, with its query.
+            host: its `Host` header.
+        """
+        if self._token:
+            given = parse_qs(urlsplit(path).query).get("token", [""])[0]
+            return hmac.compare_digest(given.encode(), self._token.encode())
+        return urlsplit(f"//{host}").hostname in _LOOPBACK
+
+    def page(self) -> tuple[bytes, bool]:
+        """Return the page, at most two seconds old, and whether the run has ended. Raises StorageError."""
+        with self._lock:
+            if not self._ended and time.monotonic() - self._made_s >= REFRESH_S:
+                history = self._run.read()
+                self._page = render_report(history, uri=self._run.folder, now_s=time.time()).encode()
+                self._ended, self._made_s = history.state != "running", time.monotonic()
+            return self._page, self._ended
+
+
+class _Handler(BaseHTTPRequestHandler):
+    live: LivePage
+
+    def do_GET(self) -> None:
+        if not self.live.admits(self.path, self.headers.get("Host", "")):
+            self._answer(HTTPStatus.FORBIDDEN, b"open the address that `trainwright watch` printed\n", "text/plain")
+            return
+        if urlsplit(self.path).path != "/":
+            self._answer(HTTPStatus.NOT_FOUND, b"there is one page: /\n", "text/plain")
+            return
+        try:
+            page, ended = self.live.page()
+        except StorageError as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain", refresh=True)
+            return
+        self._answer(HTTPStatus.OK, page, "text/html", refresh=not ended)
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, *, refresh: bool = False) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            **({"Refresh": f"{REFRESH_S:g}"} if refresh else {}),
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing about requests: the terminal is the user's."""

@@ -1,0 +1,118 @@
+"""The page of a run in the browser: who is admitted, what is served, and when it stops to reload."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import trainwright as tw
+from tests.support.html_pages import Balance
+from tests.support.run_views import record, storage
+from tests.support.sample_run import started, stepped, whole_run
+from trainwright.core import events
+from trainwright.core.errors import ResourceError, StorageError
+from trainwright.reporting import live_page
+from trainwright.reporting.live_page import LivePage
+from trainwright.reporting.stored_run import StoredRun
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_log import RunLog
+
+
+@contextmanager
+def served(uri: str, host: str = "127.0.0.1") -> Iterator[LivePage]:
+    page = LivePage(tw.open_run("demo", uri), host)
+    thread = threading.Thread(target=page.serve)
+    thread.start()
+    try:
+        yield page
+    finally:
+        page.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def asked(page: LivePage, path: str | None = None, *, method: str = "GET", **headers: str) -> tuple[int, Any, str]:
+    """Status, headers and body; the path is by default that of the printed address."""
+    at = urlsplit(page.url)
+    connection = http.client.HTTPConnection("127.0.0.1", at.port or 0, timeout=30)
+    connection.request(method, path or f"{at.path}?{at.query}", headers=headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+@pytest.fixture
+def uri() -> str:
+    where = storage()
+    record(where, [started(), events.Formed(time_s=101), stepped(range(1, 9), time_s=102)])
+    return where
+
+
+def test_the_page_reloads_with_what_is_new_until_the_run_ends(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "REFRESH_S", 0.0)
+    with served(uri) as page:
+        status, headers, body = asked(page)
+        assert (status, headers["Refresh"], headers["Content-Type"]) == (200, "0", "text/html; charset=utf-8")
+        assert "running" in body and "killed by SIGKILL" not in body
+        log = RunLog(open_store(uri), "demo")
+        head = log.head()
+        assert head is not None
+        log.release(head.token, "stopped")
+        record(uri, whole_run()[1:], outcome="done")
+        status, headers, body = asked(page)
+        assert status == 200 and headers["Refresh"] is None and "killed by SIGKILL" in body
+        read = Balance()
+        read.feed(body)
+        assert read.open == [] and "script" not in read.tags
+        assert all(target.startswith("#") for target in read.fetched)
+
+
+def test_many_viewers_cost_one_reading(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings: list[int] = []
+    read = StoredRun.read
+    monkeypatch.setattr(StoredRun, "read", lambda self: (readings.append(1), read(self))[1])
+    with served(uri) as page:
+        assert {asked(page)[0] for _ in range(5)} == {200}
+    assert len(readings) == 1
+
+
+def test_other_names_of_this_machine_are_refused(uri: str) -> None:
+    with served(uri) as page:
+        assert asked(page, Host="evil.example")[0] == 403
+        assert asked(page, Host=f"localhost:{urlsplit(page.url).port}")[0] == 200
+        assert asked(page, "/runs")[0] == 404
+        assert asked(page, method="POST")[0] == 501
+
+
+def test_other_machines_need_the_token(uri: str) -> None:
+    before = [*open_store(uri).list()]
+    with served(uri, "0.0.0.0") as page:
+        assert asked(page, Host="cluster.example")[0] == 200
+        for path in ("/", "/?token=", "/?token=wrong", "/?token=%C3%A4"):
+            status, _, body = asked(page, path)
+            assert status == 403 and "demo" not in body
+    assert [*open_store(uri).list()] == before, "nothing is written"
+
+
+def test_a_store_that_cannot_be_read_is_said_and_tried_again(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: StoredRun) -> None:
+        raise StorageError("cannot reach the store", remedy="check the address")
+
+    monkeypatch.setattr(StoredRun, "read", fail)
+    with served(uri) as page:
+        status, headers, body = asked(page)
+    assert (status, headers["Refresh"]) == (503, "2") and "-> check the address" in body
+
+
+def test_a_port_in_use_is_said(uri: str) -> None:
+    with served(uri) as page:
+        port = urlsplit(page.url).port or 0
+        with pytest.raises(ResourceError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            LivePage(tw.open_run("demo", uri), port=port)
