@@ -34,6 +34,9 @@ _COMMANDS: Mapping[str, tuple[Any, ...]] = {
 """Functions and groups of commands, by the heading under which the help lists them."""
 
 
+_TAKE_JOBS = ("fit", "distill", "submit", "study", "chaos", "plan")  # with options that are fields of a job
+
+
 class _GroupedCommands(TyperGroup):
     """Lists the commands in groups."""
 
@@ -96,7 +99,7 @@ def main() -> None:
 
 def _refuse_peer_options(arguments: Sequence[str]) -> None:
     """Exit with what an option of another trainer is called here."""
-    for argument in arguments:
+    for argument in arguments if arguments[:1] and arguments[0] in _TAKE_JOBS else ():
         name = argument[2:].partition("=")[0].replace("-", "_")
         if argument.startswith("--") and name in PEER_OPTIONS:
             remedy = f"use {PEER_OPTIONS[name]}; fields of the job are set with --set NAME=VALUE"

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.cli.options import AsJson, Html, Storage, print_json, terminal_console, write_file
+from trainwright.core.errors import RunConflict
 
+_STOP_DEADLINE_S = 600.0
 _RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 
 
@@ -94,7 +96,12 @@ def stop(
     found.stop(now)
     print(f"asked the driver of {run} to stop", file=sys.stderr)
     if not no_wait:
-        found.wait()
+        if not found.wait(_STOP_DEADLINE_S):
+            raise RunConflict(
+                f"{run} still runs after {_STOP_DEADLINE_S:g} s",
+                where=found.folder,
+                remedy=f"`trainwright show {run} --storage {storage}` shows what it does; --now stops it at once",
+            )
         print(f"{run} is {found.state} after step {found.read().summary.step:,}")
 
 

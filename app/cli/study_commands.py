@@ -65,6 +65,7 @@ def convergence(
     from trainwright.studies.study_trials import convergence_trials
 
     job = _job(file, overrides)
+    _check_metric(job, metric)
     trials = convergence_trials(job, _numbers(workers), _modes(mode), seeds)
     _run("convergence", job, trials, metric, fresh, html, as_json)
 
@@ -84,6 +85,7 @@ def batch(
     from trainwright.studies.study_trials import batch_trials
 
     job = _job(file, overrides)
+    _check_metric(job, metric)
     _run("batch", job, batch_trials(job, _numbers(sizes), seeds), metric, fresh, html, as_json)
 
 
@@ -118,6 +120,13 @@ def _job(file: str, overrides: list[str] | None) -> Job:
     from trainwright.planning.job_file import load_job
 
     return load_job(file, overrides or ())
+
+
+def _check_metric(job: Job, metric: str | None) -> None:
+    """Refuse a metric that no run will evaluate, before any run. Raises JobError."""
+    known = ["loss", *job.metrics]
+    if metric is not None and metric not in known and job.tensorflow.run == "step":
+        raise JobError([f"--metric {metric} is neither 'loss' nor one of metrics=: {nearest(metric, known)}"])
 
 
 def _numbers(text: str) -> list[int]:

@@ -127,8 +127,12 @@ def _bounds_problems(job: Job) -> list[str]:
         for (low, least), (high, most) in itertools.pairwise(given)
         if least > most
     ]
-    if job.recovery.on_loss == "shrink" and job.scaling.min_workers is None:
-        problems.append('on_loss="shrink" needs min_workers=, the fewest workers that it may leave')
+    if job.recovery.on_loss == "shrink":
+        least, most = job.scaling.min_workers, job.scaling.max_workers or job.scaling.workers
+        if least is None:
+            problems.append('on_loss="shrink" needs min_workers=, the fewest workers that it may leave')
+        elif least == most:
+            problems.append(f'on_loss="shrink" can leave out no worker: min_workers={least} are all of them')
     return problems
 
 
@@ -213,7 +217,6 @@ def _fit_problems(job: Job) -> list[str]:
         "on_crash_loop": 'run="fit" cannot skip a batch: leave out run= or this option',
         "on_spike": 'run="fit" cannot skip a batch: leave out run= or this option',
         "on_oom": "TensorFlow's processes keep their plan: leave it out",
-        "on_loss": "after each failure all processes of TensorFlow start again: leave it out",
     }
     return [
         f'{name}= cannot be used with run="fit": {remedy}'

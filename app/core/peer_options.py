@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _WORKERS = "workers="
 _EPOCHS = "epochs="
-_STEPS = "epoch_samples= (steps times batch_size) with epochs=1"
+_STEPS = "epoch_samples= (steps times batch_size) with epochs=1, and checkpoint_steps="
 _OPTIMIZER = "the function of optimizer=: lambda parameters: torch.optim.AdamW(parameters, lr=0.001)"
 _SCHEDULE = "schedule="
 _SHARDED = 'strategy="sharded"'
@@ -14,9 +14,10 @@ _BATCH = "batch_size=, the rows of a step over all workers"
 _BEST = "best= for the checkpoint to keep, early_stop= to end: the name of a metric, with a minus where less is better"
 _STOP = 'early_stop=tw.EarlyStop("accuracy", patience=3)'
 _PRECISION = 'precision="bf16", or "fp16"'
+_ACCUMULATION = "accumulation=: batch_size= stays the batch of a whole step, which it divides"
 _STORAGE = "storage= (a folder or a URI) and name="
-_RESUME = "nothing: the same command resumes a run; resume=True does it although the job changed"
-_READ_AHEAD = "nothing: how far data is read ahead is planned"
+_RESUME = "no option: the same command resumes a run; resume=True does it although the job changed"
+_READ_AHEAD = "no option: how far data is read ahead is planned"
 _TRAIN, _EVALUATE = "train=", "evaluate="
 
 PEER_OPTIONS: Mapping[str, str] = {
@@ -33,7 +34,7 @@ PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_model_parallel_size"), 'strategy="tensor_parallel"'),
     **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_model_parallel_size"), 'strategy="pipeline"'),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "train_batch_size"), _BATCH),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), "accumulation="),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), _ACCUMULATION),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "gradient_clipping"), "clip_norm="),
     **dict.fromkeys(("fp16", "bf16", "amp", "mixed_precision"), _PRECISION),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), 'plan="recompute=full"'),
@@ -51,7 +52,10 @@ PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("train_dataset", "train_dataloader", "train_dataloaders", "train_data", "dataset"), _TRAIN),
     **dict.fromkeys(("eval_dataset", "val_dataset", "val_dataloaders", "validation_data", "val_data"), _EVALUATE),
     **dict.fromkeys(("prefetch_factor", "dataloader_num_workers", "pin_memory", "prefetch"), _READ_AHEAD),
-    **dict.fromkeys(("backend", "process_group_backend"), "nothing: it is gloo on CPUs and NCCL on GPUs"),
+    **dict.fromkeys(
+        ("backend", "process_group_backend"),
+        "no option: it is gloo on CPUs and NCCL on GPUs; for TensorFlow communication=",
+    ),
     "ema": "weight_average=",
     "seed_everything": "seed=",
 }

@@ -41,7 +41,7 @@ def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = Fals
     for rank in ranks:
         assign_rank(turn, rank, choose_standby(turn.state, turn.state.membership.members[rank].node))
     if turn.state.membership.starting - membership.starting:
-        if not membership.starting:
+        if not membership.starting and not _shrinks_at_once(turn.state):
             what = describe_starting(turn.state)
             turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.deadlines.place_deadline_s))
         arm_start_deadline(turn)
@@ -72,7 +72,9 @@ def arm_start_deadline(turn: Transition) -> None:
     """Set the timers for the processes that start."""
     if turn.state.membership.starting:
         turn.arm("place", turn.settings.deadlines.place_deadline_s)
-        if turn.settings.world.fewest < len(turn.state.membership.members) and not _shrinks_at_once(turn.state):
+        if _shrinks_at_once(turn.state):
+            turn.disarm("shrink")
+        elif turn.settings.world.fewest < len(turn.state.membership.members):
             turn.arm("shrink", turn.settings.deadlines.shrink_s)
 
 
@@ -240,8 +242,17 @@ def _joiners_up(state: DriverState) -> list[int]:
 
 
 def _shrinks_at_once(state: DriverState) -> bool:
-    """Whether the run does not wait for the replacement of lost workers; it does for those with which it starts."""
-    return state.settings.world.shrinks_at_once and any(not member.fresh for member in state.membership.members)
+    """Whether the run does not wait for the replacement of lost workers.
+
+    It waits for those with which it starts, and where the others could not all continue with the state that they hold.
+    """
+    members, world = state.membership.members, state.settings.world
+    left = len(members) - len(state.membership.starting)
+    if not world.shrinks_at_once or world.reform != "in_place" or left < world.fewest:
+        return False
+    if all(member.fresh for member in members):
+        return False
+    return state.seats(left) == left and not (state.loses_state(left) and state.position.progress > state.copied)
 
 
 def _can_shrink(state: DriverState) -> bool:
@@ -262,7 +273,7 @@ def _remove_late_members(turn: Transition) -> None:
     turn.disarm("place")
     turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
     waited_s = deadlines.shrink_s if "place" in state.timers else deadlines.place_deadline_s
-    waited = "a worker was lost" if _shrinks_at_once(state) else f"no more started within {waited_s:g} s"
+    waited = "the others do not wait" if _shrinks_at_once(state) else f"no more started within {waited_s:g} s"
     _resize(turn, tuple(member for member in members if member.worker not in late), waited)
 
 

@@ -180,6 +180,8 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
     _check_weights(job, profile)
+    if job.recovery.on_loss == "shrink" and profile.framework == "tensorflow":
+        raise JobError(['on_loss="shrink" is for torch: after each failure all processes of TensorFlow start again'])
     if job.recovery.on_oom == "replan" and not is_movable(decision.chosen):
         problem = 'on_oom="replan" needs a torch module on one device in each worker'
         raise JobError([f"{problem}; the plan is {decision.chosen.name}: leave it out"])
@@ -309,7 +311,7 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
-            remedy=f"tw.open_run({name!r}) or `trainwright show {name}` shows it; fresh=True trains again, a larger "
+            remedy=f"tw.open_run({name!r}, {prepared.job.storage!r}) shows it; fresh=True trains again, a larger "
             "epochs= goes on for longer, or give a new name; a run that early_stop= or max_time= ended goes on with a "
             "larger patience or limit",
         )

@@ -92,9 +92,14 @@ class RunComparison:
             "tables.html.j2",
             headline=", ".join(names),
             charts=charts,
-            tables=[("Figures", ["", *names], self._figures()), ("Differences", ["", *names], different)],
+            tables=[
+                ("Figures", ["", *names], self._figures()),
+                *[("Differences", ["", *names], different)] * bool(different),
+            ],
             numbers=(),
-            sentences=["Hours are workers times hours of the whole run, waiting and recoveries included."],
+            sentences=[
+                "Worker hours are the processes of the plan times the hours of the whole run, recoveries included."
+            ],
         )
 
     def _figures(self) -> list[list[str]]:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_STOP_DEADLINE_S = 600.0
-
 
 class StoredRun:
     """A run, running or finished, wherever its driver is. Everything is read from storage.
@@ -86,13 +84,12 @@ class StoredRun:
         request_stop(self.store, self.name, now=now)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the driver has released the run; at most 10 minutes by default.
+        """Wait until the driver has released the run; False when `timeout_s` passed first.
 
         Raises:
-            RunConflict: it has not within that time, or it has died.
+            RunConflict: the driver has died, or another one has taken the run over.
         """
-        await_end(self.store, self.name, deadline_s=_STOP_DEADLINE_S if timeout_s is None else timeout_s)
-        return True
+        return await_end(self.store, self.name, timeout_s=timeout_s)
 
     def plot(self) -> Figure:
         """Return a matplotlib figure: loss, metrics of evaluations and throughput, each on its own axes."""

@@ -50,9 +50,11 @@ class Run(StoredRun):
         job: the job.
         plan: its plan.
         signal: number of the signal that stopped it, 0 for none.
+        stop_asked: whether `stop` was called here; a run can also be stopped from elsewhere.
     """
 
     signal = 0
+    stop_asked = False
 
     def __init__(self, job: Job, session: RunDriver, decision: Any) -> None:
         super().__init__(session.store, job.name)
@@ -91,6 +93,7 @@ class Run(StoredRun):
 
     def stop(self, now: bool = False) -> None:
         """Ask for the end: at the next step after a checkpoint, or at once without one. Returns immediately."""
+        self.stop_asked = True
         self._session.stop(now)
 
     def listen(self, listener: EventListener) -> None:

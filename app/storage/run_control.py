@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from trainwright.core.errors import RunConflict, StorageError, nearest
@@ -10,6 +11,7 @@ from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, stop_request_path
 
 _POLL_S = 1.0
+_DEAD_S = 10.0  # without a heartbeat, as for a takeover
 
 
 def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunction | None = None) -> None:
@@ -29,35 +31,41 @@ def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunctio
         raise RunConflict(
             f"run {run!r} is not running: {state}",
             where=store.uri_of(run),
-            remedy=f"nothing is to be stopped; `trainwright show {run}` shows where it stands",
+            remedy=f"nothing is to be stopped; it stands where `trainwright show {run} {_option(store)}` says",
         )
     store.put(stop_request_path(run, head.token), b"now" if now else b"checkpoint")
 
 
-def await_end(store: Store, run: str, *, deadline_s: float, wait: Callable[[float], object] | None = None) -> None:
-    """Wait until the driver that has a run now has released it.
+def await_end(
+    store: Store, run: str, *, timeout_s: float | None, wait: Callable[[float], object] | None = None
+) -> bool:
+    """Wait until the driver that has a run now has released it; return False when `timeout_s` passed first.
 
     Raises:
-        RunConflict: it did not within `deadline_s`, or it ended without a release.
+        RunConflict: the driver ended without a release, or another one has taken the run over.
         StorageError: the store cannot be read.
     """
-    pause, waited_s, log = wait or threading.Event().wait, 0.0, RunLog(store, run)
-    first = log.head()
-    while (head := log.head()) is not None and head.owned and first is not None and head.token == first.token:
-        if waited_s >= deadline_s:
+    pause, began_s, log = wait or threading.Event().wait, time.monotonic(), RunLog(store, run)
+    first = head = log.head()
+    while first is not None and head is not None and head.owned:
+        where = f"{head.owner}; {store.uri_of(run)}"
+        if head.token != first.token:
             raise RunConflict(
-                f"run {run!r} still runs after {deadline_s:g} s",
-                where=f"{head.owner}; {store.uri_of(run)}",
-                remedy=f"`trainwright show {run}` shows what it does; `trainwright stop {run} --now` stops it at once",
+                f"another driver has taken over run {run!r} meanwhile",
+                where=where,
+                remedy="a request to stop is for one driver: ask again",
             )
-        if not owner_alive(store, run, head, wait=wait):
+        if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
+            return False
+        if not owner_alive(store, run, head, patience_s=_DEAD_S, wait=wait):
             raise RunConflict(
                 f"the driver of run {run!r} ended before it released the run",
-                where=f"{head.owner}; {store.uri_of(run)}",
+                where=where,
                 remedy="the same command as before continues the run from its newest checkpoint",
             )
         pause(_POLL_S)
-        waited_s += _POLL_S
+        head = log.head()
+    return True
 
 
 def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> int:
@@ -69,12 +77,14 @@ def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> i
     """
     if owner_alive(store, run, _head(store, run), wait=wait):
         raise RunConflict(
-            f"run {run!r} is running", where=store.uri_of(run), remedy=f"stop it first: trainwright stop {run}"
+            f"run {run!r} is running",
+            where=store.uri_of(run),
+            remedy=f"stop it first: trainwright stop {run} {_option(store)}",
         )
     paths = [path for path, _ in store.list(run)]
-    log = [path for path in paths if path.startswith(f"{run}/log/")]
+    log = [path for path in paths if path.startswith(f"{run}/log/") and path.endswith(".json")]
     store.delete(path for path in paths if path not in frozenset(log))
-    store.delete(log)  # last: what has a log is a run, which can be removed
+    store.delete(log)  # last: what has entries in its log is a run, which can be removed
     store.delete_folder(run)
     return len(paths)
 
@@ -91,6 +101,10 @@ def check_run(store: Store, run: str) -> None:
         others = [name for name in names if is_run(store, name)]
         remedy = nearest(run, others) if others else "there are no runs; check --storage"
         raise StorageError(f"there is no run {run!r}", where=store.uri_of(""), remedy=remedy)
+
+
+def _option(store: Store) -> str:
+    return f"--storage {store.uri_of('')}"
 
 
 def _head(store: Store, run: str) -> LogEntry | None:

@@ -185,7 +185,7 @@ class Heartbeat:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
         self._note, self._confirm, self._on_stop, self._clock = note, confirm, on_stop, clock
-        self._request_path, self._request = stop_request_path(run, token), b""
+        self._request_path, self._request, self._unread = stop_request_path(run, token), b"", False
         self._count = 0
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
@@ -271,11 +271,15 @@ class Heartbeat:
     def _read_request(self) -> None:
         try:
             request = self._store.find(self._request_path) or b""
-        except StorageError:  # the next heartbeat reads it, and reports a store that cannot be reached
+        except StorageError as error:  # a store that cannot be reached is reported by the next heartbeat
+            if not self._unread:
+                self._note(f"requests to stop cannot be read: {error.what}")
+            self._unread = True
             return
+        self._unread = False
         if request != self._request:
-            self._request = request
             self._on_stop(request == b"now")
+            self._request = request
 
     def _say_down(self, error: StorageError, since_s: float) -> None:
         since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)
@@ -571,7 +575,7 @@ class RunLog:
         return OwnedError(
             f"run {self._run!r} is in use by {head.owner}, since {formatting.timestamp(acquired.time_s)}",
             where=self._store.uri_of(self._run),
-            remedy=f"wait for it, stop it with `trainwright stop {self._run}`, or give the job another name=",
+            remedy=f"wait, or trainwright stop {self._run} --storage {self._store.uri_of('')}, or another name=",
         )
 
 

@@ -22,9 +22,11 @@ from trainwright.reporting.run_views import RunView
 from trainwright.storage.run_summary import staleness_of
 from trainwright.studies.study_trials import StudyKind, StudyTrial
 
-# 97.5% quantiles of Student's t distribution by degrees of freedom, 1 to 9; beyond, that of the normal distribution.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-_NORMAL = 1.960
+# 97.5% quantiles of Student's t distribution by degrees of freedom, 1 to 30; the last one is taken beyond.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +40,13 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Return the mean of at least one value, by Student's t distribution."""
+        """Return the mean of at least one value, by Student's t distribution; NaN where a value is not finite."""
         mean, count = fmean(values), len(values)
+        if not math.isfinite(mean):
+            return cls(mean=math.nan, low=math.nan, high=math.nan, count=count)
         if count == 1:
             return cls(mean=mean, low=math.nan, high=math.nan, count=1)
-        quantile = _T[count - 2] if count - 2 < len(_T) else _NORMAL
+        quantile = _T[min(count - 2, len(_T) - 1)]
         apart = quantile * stdev(values) / math.sqrt(count)
         return cls(mean=mean, low=mean - apart, high=mean + apart, count=count)
 
@@ -73,13 +77,14 @@ class StudyReport:
         """The compared value by curve and x."""
         values: dict[tuple[str, int], list[float]] = {}
         for trial in self.trials:
-            values.setdefault((trial.label, trial.x), []).append(self._value(_history(trial)))
+            value = math.nan if trial.error else self._value(_history(trial))
+            values.setdefault((trial.label, trial.x), []).append(value)
         return {key: Mean.of(found) for key, found in values.items()}
 
     def data(self) -> dict[str, Any]:
         """Return the study for programs."""
         rows = [
-            {"curve": label, "x": x, "mean": mean.mean, "low": _plain(mean.low), "high": _plain(mean.high),
+            {"curve": label, "x": x, "mean": _plain(mean.mean), "low": _plain(mean.low), "high": _plain(mean.high),
              "seeds": mean.count}
             for (label, x), mean in self.means.items()
         ]  # fmt: skip
@@ -130,7 +135,7 @@ class StudyReport:
         means, rows = self.means, []
         fewest = {label: min(x for each, x in means if each == label) for label, _ in means}
         for (label, x), mean in means.items():
-            interval = f"{_figure(mean.low)} to {_figure(mean.high)}" if mean.count > 1 else "-"
+            interval = f"{_figure(mean.low)} to {_figure(mean.high)}" if math.isfinite(mean.low) else "-"
             row = [label, f"{x:,}", _figure(mean.mean), interval, str(mean.count)]
             if self.kind == "scaling":
                 times = mean.mean / means[label, fewest[label]].mean
@@ -187,6 +192,9 @@ class StudyReport:
     def _sentences(self) -> list[str]:
         cluster = {_history(trial).summary.start.cluster for trial in self.trials}
         found = [f"Measured on: {'; '.join(sorted(cluster))}. Means over seeds, with 95% intervals by Student's t."]
+        found += [
+            f"{each.job.name} failed, so that its row has no figure: {each.error}" for each in self.trials if each.error
+        ]
         if self.kind == "scaling":
             found.append("The global batch is the same everywhere. Speed-up is over the fewest workers.")
         if self.kind == "convergence":
@@ -232,6 +240,8 @@ def _samples(history: RunHistory, evaluation: Evaluated) -> float:
 
 
 def _figure(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
     return formatting.metric(value) if abs(value) < 100 else f"{value:,.0f}"
 
 

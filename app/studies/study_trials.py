@@ -13,19 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainwright.core.engine import takes_optimizer, with_batch_size
-from trainwright.core.errors import JobError, RunFinished, Stopped
+from trainwright.core.errors import JobError, LossSpike, NonFiniteLoss, RunFinished, Stopped
 from trainwright.core.job import Job
-from trainwright.lr_schedules import constant, linear_warmup
+from trainwright.lr_schedules import constant, linear_scaling
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.stored_run import open_run
 
 StudyKind = Literal["scaling", "convergence", "batch"]
 MODES: Mapping[str, Mapping[str, Any]] = {
-    "synchronous": {},
+    "synchronous": {"consistency": "sync"},
     "asynchronous": {"strategy": "parameter_server", "consistency": "async"},
 }
 _RULES = ("same rate", "linear rule")
 _WARMUP = 0.1  # share of the run, of the linear rule
+_FIXED = {"min_workers": None, "max_workers": None, "on_loss": "wait"}  # the number of workers stays that of the trial
+_WHOLE = {"early_stop": None, "max_time": None}  # equal epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class StudyTrial:
         seed: of the run.
         job: what is run.
         history: what came of it; None before it was run.
+        error: why it failed: its loss was not finite, or rose too far; empty where it did not.
     """
 
     label: str
@@ -45,24 +48,27 @@ class StudyTrial:
     seed: int
     job: Job
     history: RunHistory | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ScaledSchedule:
-    """A schedule with the linear rule: the factor grows with the batch, after a warm-up (Goyal et al., 2017).
+class _LinearRule:
+    """The linear rule for a batch size, with a warm-up over a share of the run; then the job's own schedule.
 
     Attributes:
-        factor: the batch size over that of the job.
+        batch_size: of the run.
+        reference: that of the job.
         schedule: the job's own, (step, total) -> factor.
     """
 
-    factor: float
+    batch_size: int
+    reference: int
     schedule: Callable[[int, int], float]
 
     def __call__(self, step: int, total: int) -> float:
         """Return the factor on the optimizer's own learning rate."""
-        rising = linear_warmup(step, total, warmup=_WARMUP) if self.factor > 1.0 else 1.0
-        return self.factor * rising * self.schedule(step, total)
+        sizes = {"batch_size": self.batch_size, "reference": self.reference}
+        return linear_scaling(step, total, warmup_steps=int(_WARMUP * total), then=self.schedule, **sizes)
 
 
 def scaling_trials(job: Job, workers: Sequence[int], modes: Sequence[str], seeds: int, steps: int) -> list[StudyTrial]:
@@ -84,21 +90,23 @@ def batch_trials(job: Job, batch_sizes: Sequence[int], seeds: int) -> list[Study
         JobError: the job evaluates nothing, or its schedule cannot be scaled.
     """
     _check_evaluates(job)
+    if job.tensorflow.run == "fit":
+        raise JobError(['run="fit" takes no schedule=, by which this study scales learning rates: use run="step"'])
     schedules = job.training.schedules
     if any(takes_optimizer(each) for each in schedules):
         problem = "schedule= makes a scheduler of an optimizer, which the linear rule cannot scale"
         raise JobError([f"{problem}: give a function (step, total) -> factor, such as those of tw.schedules"])
+    own = [with_batch_size(each, job.batch_size) for each in schedules or (constant,)]  # as at the job's own size
     found = []
     for rule in _RULES:
         for size in batch_sizes:
-            scaled: Any = job.training.schedule
+            made: tuple[Any, ...] = tuple(own)
             if rule == "linear rule":
-                own = [with_batch_size(each, size) for each in schedules or (constant,)]
-                made = tuple(_ScaledSchedule(factor=size / job.batch_size, schedule=each) for each in own)
-                scaled = made if isinstance(job.training.schedule, tuple) else made[0]
+                made = tuple(_LinearRule(batch_size=size, reference=job.batch_size, schedule=each) for each in own)
+            fields = {**_WHOLE, "batch_size": size, "schedule": made if len(made) > 1 else made[0]}
             for seed in range(seeds):
                 name = f"{job.name}-batch-{rule.replace(' ', '-')}-{size}-seed{seed}"
-                run = job.replace(name=name, batch_size=size, schedule=scaled, seed=job.training.seed + seed)
+                run = job.replace(name=name, seed=job.training.seed + seed, **fields)
                 found.append(StudyTrial(label=rule, x=size, seed=seed, job=run))
     return found
 
@@ -114,24 +122,29 @@ def run_trials(
 
     Raises:
         Stopped: a signal stopped one of them; the same call continues.
-        TrainwrightError: one of them failed.
+        TrainwrightError: one of them failed for another reason than its loss.
     """
     from trainwright import api
 
     done = []
     for number, trial in enumerate(trials, 1):
         say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
+        failed = ""
         try:
             run = api.fit(trial.job, fresh=fresh)
         except RunFinished:
             say("  it is finished already")
+        except (NonFiniteLoss, LossSpike) as error:  # large batches and rates may diverge: that is a result
+            failed = error.summary
+            say(f"  it failed: {failed}")
         else:
             if run.state == "stopped":
                 raise Stopped(
                     f"the study was stopped in run {trial.job.name}",
                     remedy="the same command continues it", signal=run.signal or signal.SIGINT,
                 )  # fmt: skip
-        done.append(replace(trial, history=open_run(trial.job.name, trial.job.storage).read()))
+        history = open_run(trial.job.name, trial.job.storage).read()
+        done.append(replace(trial, history=history, error=failed))
     return done
 
 
@@ -142,8 +155,9 @@ def _by_workers(
         for count in workers:
             for seed in range(seeds):
                 name = f"{job.name}-{kind}-{mode}-{count}-seed{seed}"
-                more = {"name": name, "workers": count, "seed": job.training.seed + seed, **MODES[mode], **fields}
-                yield StudyTrial(label=mode, x=count, seed=seed, job=job.replace(**more))
+                more = {"name": name, "workers": count, "seed": job.training.seed + seed}
+                run = job.replace(**{**more, **_FIXED, **MODES[mode], **fields})
+                yield StudyTrial(label=mode, x=count, seed=seed, job=run)
 
 
 def _check_evaluates(job: Job) -> None:

@@ -5,6 +5,7 @@ The drivers of the runs are threads of this process. When it dies, the same call
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -74,7 +75,9 @@ def train_in_parallel(
     with stop_on_signals(runs) as stops:
         runs.train()
     if runs.stopped:
-        raise Stopped(f"stopped while {what} were trained", remedy="the same call continues", signal=stops.last)
+        raise Stopped(
+            f"stopped while {what} were trained", remedy="the same call continues", signal=stops.last or signal.SIGINT
+        )
 
 
 class ParallelRuns:
@@ -86,7 +89,7 @@ class ParallelRuns:
         parts, verbose, on_start, on_end, on_error: as of `train_in_parallel`.
 
     Attributes:
-        stopped: whether `stop` was called.
+        stopped: whether `stop` was called, or one of the runs was stopped from elsewhere.
     """
 
     def __init__(
@@ -178,6 +181,8 @@ class ParallelRuns:
                 continue
             if ended:
                 self._free.append(self._running.pop(run))
+                if run.state == "stopped" and not run.stop_asked:  # from elsewhere: it is not finished
+                    self.stop()
                 if self._on_end is not None and not self.stopped:
                     self._on_end(run.job)
 

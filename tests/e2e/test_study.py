@@ -24,8 +24,8 @@ def test_batch_sizes_are_compared_and_a_repeated_command_runs_nothing(tmp_path: 
     ]
     assert all(0.0 < row["mean"] <= 1.0 for row in data["rows"]) and data["metric"] == "accuracy"
     assert "accuracy by batch size" in page.read_text()
-    rates = {row["x"]: row["mean"] for row in data["rows"]}
-    code, out, err = finish(*command, cluster=address())
-    assert code == 0 and err.count("it is finished already") == 4 and "same rate" in out, err
-    code, _, err = finish("study", "batch", file, "--sizes", "50,x", cluster=address())
-    assert code == 2 and "are not numbers" in err and rates
+    code, out, err = finish(*command, "--json", cluster=address())
+    assert code == 0 and err.count("it is finished already") == 4 and json.loads(out) == data, err
+    for wrong, told in (("50,x", "are not numbers"), ("50 --metric f1", "--metric f1 is neither 'loss' nor one of")):
+        code, _, err = finish("study", "batch", file, "--sizes", *wrong.split())
+        assert code == 2 and told in err, err

@@ -54,7 +54,7 @@ def test_by_choice_the_others_continue_at_once_and_the_new_process_joins(ray_clu
     assert [(event.workers, event.steps_lost) for event in formed] == [(2, 0), (1, 0), (2, 0)]
     resized: Any = told(folder, "faulty", events.Resized)
     assert [(event.former, event.workers, event.why) for event in resized] == [
-        (2, 1, "a worker was lost"), (1, 2, "there is room"),
+        (2, 1, "the others do not wait"), (1, 2, "there is room"),
     ]  # fmt: skip
     check_same(folder, plain)
 

@@ -13,7 +13,7 @@ from tests.support.driver_harness import Story, progressed
 from tests.support.streams import collect, ids, real, stream
 from trainwright.core import events
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.core.topology import StateTag
+from trainwright.core.topology import RestartMode, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.driver.run_policy import RunPolicy
@@ -48,11 +48,24 @@ def test_by_choice_the_others_do_not_wait_for_a_replacement_which_joins_later() 
     story = lost(three(shrinks_at_once=True), 1)
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
     (resized,) = story.emitted(events.Resized)
-    assert (resized.workers, resized.why) == (2, "a worker was lost")
+    assert (resized.workers, resized.why) == (2, "the others do not wait")
+    assert not story.emitted(events.Waiting)
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
     story.tell(m.WorkerStarted(worker=3, node="n3", pid=3)).segment(3).returns("leave", StateTag(step=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("others", "reform"), [({3}, "in_place"), ({2}, "in_place"), (set(), "new_process")])
+def test_it_waits_where_the_others_could_not_all_go_on_with_their_state(others: set[int], reform: RestartMode) -> None:
+    """Two stages, twice: three ranks would restart under another layout, or one of them would be left over."""
+    plans = Plans(plans=(staged(2, 4),), others=frozenset(others))
+    story = Story(
+        workers=4, min_workers=2, total_steps=40, steps_per_epoch=40, layouts=plans, shrinks_at_once=True, reform=reform
+    ).running()  # fmt: skip
+    progressed(story, 1).tell(m.WorkerDied(worker=3, cause="its node is gone"))
+    assert story.state.phase is Phase.GATHERING and "shrink" in story.state.timers
+    assert not story.all(m.KillWorker) and not story.emitted(events.Resized) and story.emitted(events.Waiting)
 
 
 def test_by_choice_too_a_run_waits_for_the_workers_with_which_it_starts() -> None:

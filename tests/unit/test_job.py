@@ -58,6 +58,10 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"on_crash_loop": "skip", "failures": 2}, "set failures=3 or more"),
         ({"local_state": "hidden", "min_workers": 1}, "leave min_workers= and max_workers= out"),
         ({"on_loss": "shrink", "workers": 4}, 'on_loss="shrink" needs min_workers='),
+        (
+            {"on_loss": "shrink", "workers": 4, "min_workers": 4},
+            "no worker: min_workers=4 are all of them",
+        ),
         ({"batch_norm": "sync", "accumulation": 2}, "leave accumulation= out"),
         ({"sample_weight": "w", "class_weight": {0: 2.0}, "targets": "y"}, "exclude each other"),
         ({"loss": None, "step": max, "sample_weight": "w"}, "sample_weight= cannot be used with step="),

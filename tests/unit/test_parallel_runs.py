@@ -42,6 +42,7 @@ class Wanted:
     cpus: float = 1.0
     looks: int = 1
     error: Exception | None = None
+    stopped: bool = False  # from elsewhere
     accelerator: str = "auto"
 
     workers: int | None = None
@@ -71,6 +72,14 @@ class Played:
 
     def stop(self, now: bool = False) -> None:
         self.stops.append(now)
+
+    @property
+    def state(self) -> str:
+        return "stopped" if self.stops or self.job.stopped else "done"
+
+    @property
+    def stop_asked(self) -> bool:
+        return bool(self.stops)
 
 
 class Plays(ParallelRuns):
@@ -133,3 +142,17 @@ def test_a_signal_stops_all_and_starts_none() -> None:
     assert [run.stops for run in plays.runs] == [[False], [False]]
     plays.train()
     assert plays.stopped and len(plays.played) == 2
+
+
+def test_one_that_is_stopped_from_elsewhere_is_not_finished_and_stops_the_others() -> None:
+    plays = Plays(Wanted("a", stopped=True), Wanted("b", looks=100), Wanted("c"))
+    plays.train()
+    assert plays.stopped and plays.ended == [] and [name for name, _, _ in plays.played] == ["a", "b"]
+
+
+def test_one_that_is_stopped_here_such_as_a_bad_trial_stops_no_other() -> None:
+    plays = Plays(Wanted("a", looks=100), Wanted("b", looks=3))
+    plays._start()
+    plays.runs[0].stop()
+    plays.train()
+    assert not plays.stopped and plays.ended == ["a", "b"]

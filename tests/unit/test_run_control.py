@@ -59,18 +59,19 @@ def test_a_request_to_the_driver_before_is_none_to_this_one(memory: Store) -> No
 
 
 def test_a_request_that_cannot_be_read_is_no_lost_heartbeat(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    heart = Heartbeat(memory, RUN, 1)
+    notes: list[str] = []
+    heart = Heartbeat(memory, RUN, 1, note=notes.append)
 
     def fail(*_: object) -> bytes:
         raise StorageError("unreachable")
 
     monkeypatch.setattr(Store, "find", fail)
-    assert heart._try(heart._beaten_s) is None
+    assert heart._try(heart._beaten_s) is None and heart._try(heart._beaten_s) is None
+    assert notes == ["requests to stop cannot be read: unreachable"], "told once"
 
 
 def test_it_waits_until_the_driver_has_released_the_run(memory: Store) -> None:
     log = driven(memory)
-    log.commit(1, ref(5, 1), 3)
     request_stop(memory, RUN)
     waits: list[float] = []
 
@@ -79,14 +80,13 @@ def test_it_waits_until_the_driver_has_released_the_run(memory: Store) -> None:
         if len(waits) == 3:
             log.release(1, "stopped")
 
-    await_end(memory, RUN, deadline_s=9, wait=wait)
-    assert waits == [1.0, 1.0, 1.0]
+    assert await_end(memory, RUN, timeout_s=60, wait=wait) and waits == [1.0, 1.0, 1.0]
+    assert await_end(memory, RUN, timeout_s=60, wait=wait) and len(waits) == 3, "it is over"
 
 
 def test_a_driver_that_does_not_stop_is_waited_for_until_the_deadline(memory: Store) -> None:
     driven(memory)
-    with pytest.raises(RunConflict, match=r"still runs after 3 s(.|\n)*trainwright stop digits --now"):
-        await_end(memory, RUN, deadline_s=3, wait=lambda _: None)
+    assert not await_end(memory, RUN, timeout_s=0.05, wait=lambda _: None)
 
 
 def test_a_driver_that_dies_meanwhile_is_said(memory: Store) -> None:
@@ -97,7 +97,17 @@ def test_a_driver_that_dies_meanwhile_is_said(memory: Store) -> None:
     memory.delete([f"{RUN}/log/00000001.json"])
     memory.put(f"{RUN}/log/00000001.json", gone.to_json())
     with pytest.raises(RunConflict, match="ended before it released the run"):
-        await_end(memory, RUN, deadline_s=3, wait=lambda _: None)
+        await_end(memory, RUN, timeout_s=3, wait=lambda _: None)
+
+
+def test_a_driver_that_takes_over_meanwhile_has_not_heard_the_request(memory: Store) -> None:
+    driven(memory)
+
+    def wait(_: float) -> None:
+        RunLog(memory, RUN, dead=lambda owner: True).acquire(Owner.here(), JOB)
+
+    with pytest.raises(RunConflict, match=r"another driver has taken over run 'digits' meanwhile(.|\n)*ask again"):
+        await_end(memory, RUN, timeout_s=3, wait=wait)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,7 @@ def test_the_log_is_removed_last_so_that_a_removal_can_be_repeated(
     monkeypatch.setattr(Store, "delete", fail)
     with pytest.raises(StorageError, match="unreachable"):
         remove_run(memory, RUN)
-    assert deleted == [f"{RUN}/report.html"]
+    assert deleted == [f"{RUN}/log/HINT", f"{RUN}/report.html"]
 
 
 def test_a_run_is_removed_after_a_question(tmp_path: Path) -> None:

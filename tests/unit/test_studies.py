@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.sample_run import started, stepped
 from tests.support.work_orders import table_job
 from trainwright import api
 from trainwright.core import events
-from trainwright.core.errors import JobError, RunFinished, Stopped
+from trainwright.core.errors import JobError, NonFiniteLoss, RunFinished, Stopped
 from trainwright.reporting.stored_run import open_run
 from trainwright.studies.study_report import Mean, StudyReport, metric_of
 from trainwright.studies.study_trials import StudyTrial, batch_trials, convergence_trials, run_trials, scaling_trials
@@ -38,16 +39,35 @@ def test_a_scaling_study_has_a_short_run_for_each_number_mode_and_seed() -> None
     assert trials[0].job.planning.strategy is None
 
 
-def test_the_linear_rule_scales_the_jobs_own_schedule_after_a_warm_up() -> None:
-    trials = batch_trials(job(schedule=tw.schedules.linear), [32, 256], seeds=1)
-    rates = {(each.label, each.x): each.job.training.schedule for each in trials}
-    assert rates["same rate", 256] is tw.schedules.linear
+def test_a_trial_keeps_its_number_of_workers_and_its_mode() -> None:
+    elastic = job(min_workers=2, max_workers=8, on_loss="shrink", strategy="parameter_server", consistency="async")
+    (trial,) = scaling_trials(elastic, [1], ["synchronous"], 1, 10)
+    scaling = trial.job.scaling
+    assert (scaling.workers, scaling.min_workers, scaling.max_workers) == (1, None, None)
+    assert (trial.job.recovery.on_loss, trial.job.planning.consistency) == ("wait", "sync")
+
+
+def test_the_linear_rule_scales_the_jobs_own_schedule_up_from_its_rate() -> None:
+    trials = batch_trials(
+        job(schedule=tw.schedules.linear, early_stop=tw.EarlyStop("loss", patience=3), max_time=60), [32, 256], seeds=1
+    )
+    rates: dict[Any, Any] = {(each.label, each.x): each.job.training.schedule for each in trials}
+    assert rates["same rate", 256](30, 100) == tw.schedules.linear(30, 100)
     larger: Any = pickle.loads(pickle.dumps(rates["linear rule", 256]))
-    assert larger(0, 100) == pytest.approx(4 * 0.1 * tw.schedules.linear(0, 100)), "a tenth of the run warms up"
-    assert larger(50, 100) == pytest.approx(4 * tw.schedules.linear(50, 100))
-    smaller: Any = rates["linear rule", 32]
-    assert smaller(0, 100) == pytest.approx(0.5 * tw.schedules.linear(0, 100)), "a smaller rate needs no warm-up"
+    assert larger(0, 100) == pytest.approx(1 + 3 * 0.1), "the first of ten steps from 1 to 4"
+    assert larger(50, 100) == pytest.approx(4 * tw.schedules.linear(40, 90)), "the job's own follows the warm-up"
+    assert rates["linear rule", 32](50, 100) == pytest.approx(0.5 * tw.schedules.linear(40, 90))
     assert {each.job.epochs for each in trials} == {job().epochs}
+    assert all(each.job.checkpointing.early_stop is None and each.job.checkpointing.max_time is None for each in trials)
+
+
+def test_a_schedule_that_follows_the_batch_size_is_scaled_once() -> None:
+    follows = partial(tw.schedules.linear_scaling, reference=64, warmup_steps=5)
+    rates: dict[Any, Any] = {
+        (each.label, each.x): each.job.training.schedule for each in batch_trials(job(schedule=follows), [64, 256], 1)
+    }
+    assert rates["same rate", 256](50, 100) == rates["same rate", 64](50, 100) == pytest.approx(1.0)
+    assert rates["linear rule", 256](50, 100) == pytest.approx(4.0)
 
 
 def test_what_cannot_be_studied_is_refused() -> None:
@@ -109,10 +129,31 @@ def test_a_stopped_run_stops_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.signal == 15
 
 
+def test_a_run_that_diverges_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = batch_trials(job(storage=storage()), [32, 64], 2)
+    done(trials, lambda trial: (0.9, 0.1))
+
+    def fit(job: tw.Job, *, fresh: bool) -> Any:
+        if job.batch_size == 64 and job.name.endswith("seed1"):
+            raise NonFiniteLoss("the loss became nan in step 3")
+        return open_run(job.name, job.storage)
+
+    monkeypatch.setattr(api, "fit", fit)
+    found = report("batch", trials)
+    assert math.isnan(found.means["same rate", 64].mean) and found.means["same rate", 32].mean == pytest.approx(0.9)
+    assert [row["mean"] for row in found.data()["rows"]] == [pytest.approx(0.9), None, pytest.approx(0.9), None]
+    assert "64-seed1 failed, so that its row has no figure: the loss became nan" in " ".join(
+        printed(found.view()).split()
+    )
+    assert "accuracy by batch size" in found.page()
+
+
 def test_the_mean_of_seeds_has_students_interval() -> None:
     found = Mean.of([1.0, 2.0, 3.0])
     assert (found.mean, found.count) == (2.0, 3) and found.high - 2.0 == pytest.approx(4.303 / math.sqrt(3))
-    assert math.isnan(Mean.of([1.0]).low)
+    assert math.isnan(Mean.of([1.0]).low) and math.isnan(Mean.of([1.0, math.inf]).mean)
+    eleven = Mean.of([float(number) for number in range(11)])
+    assert eleven.high - 5.0 == pytest.approx(2.228 * math.sqrt(11) / math.sqrt(11))
 
 
 def report(kind: Any, trials: list[StudyTrial]) -> StudyReport:
