@@ -267,7 +267,8 @@ class Recovery(_OptionGroup):
         on_oom: when a device runs out of memory: `raise`, or `replan`: continue under the fastest plan with as many
             workers that is predicted to need at least a tenth less memory. For torch with one device in each worker.
         on_loss: when a worker is lost and no spare takes its rank: `wait` for a new process, or `shrink`: the others
-            continue at once with the same global batch, and the new process joins when it is up. Needs `min_workers`.
+            continue at once with the same global batch, and the new process joins when it is up. Where they could not
+            all continue with the state that they hold, they wait for `shrink_s`. Needs `min_workers`; for torch.
     """
 
     spares: Annotated[int, Field(ge=0)] | None = None

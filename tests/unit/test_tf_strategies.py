@@ -196,6 +196,15 @@ def ready(folder: Path, **fields: Any) -> job_preparation.PreparedJob:
     return job_preparation.prepare(job(storage=str(folder), batch_size=2, workers=1, **fields))
 
 
+def test_processes_that_all_start_again_cannot_shrink_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_preparation, "profile_job", lambda *_: KERAS)
+    data = tw.datasets.table({"x": [[1.0]] * 4, "y": [1.0] * 4})
+    fields = {"workers": 2, "min_workers": 1, "on_loss": "shrink", "storage": str(tmp_path), "batch_size": 2}
+    prepared = job_preparation.prepare(job(**fields, train=data, targets="y"))
+    with pytest.raises(JobError, match='on_loss="shrink" is for torch: after each failure all processes of TensorFlow'):
+        job_preparation.plan_for(prepared, CPU)
+
+
 def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_preparation, "profile_job", lambda *_: KERAS)
     data = tw.datasets.table({name: [[1.0]] * 4 for name in ("x", "y", "w", "id")})
