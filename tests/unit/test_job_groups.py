@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
+from tests.support import peer_table
 from trainwright.core.errors import JobError
 from trainwright.core.job import FIELD_ORDER, GROUP_OF, GROUPS
 from trainwright.core.peer_options import PEER_OPTIONS
@@ -80,6 +81,11 @@ def test_problems_of_all_groups_are_said_at_once() -> None:
 )
 def test_a_misspelt_or_misplaced_name_is_explained(fields: dict[str, Any], message: str) -> None:
     assert problems_of(**fields) == (message,)
+
+
+def test_the_page_on_moving_in_lists_the_options_of_other_trainers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "moving-in.md").read_text(encoding="utf-8")
+    assert peer_table.markdown() in page, "put what `python -m tests.support.peer_table` prints into docs/moving-in.md"
 
 
 def test_options_of_other_trainers_are_explained_in_the_words_of_a_job() -> None:
