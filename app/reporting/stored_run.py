@@ -92,12 +92,15 @@ class StoredRun:
         return await_end(self.store, self.name, timeout_s=timeout_s)
 
     def plot(self) -> Figure:
-        """Return a matplotlib figure: loss, metrics of evaluations and throughput, each on its own axes."""
-        from matplotlib.figure import Figure
+        """Return a matplotlib figure: loss, metrics of evaluations and throughput, each on its own axes.
+
+        Notebooks show it.
+        """
+        from trainwright.reporting.html.run_charts import notebook_figure
 
         steps, evaluations = self.history, self.evaluations
         names = [*dict.fromkeys(name for each in self.read().evaluated for name in each.metrics if name != "loss")]
-        figure = Figure(figsize=(10.0, 2.4 * (2 + len(names))), layout="constrained")
+        figure = notebook_figure(10.0, 2.4 * (2 + len(names)))
         loss, *others, speed = figure.subplots(2 + len(names), 1, sharex=True)
         loss.plot(steps["step"], steps["loss"], alpha=0.5, label="training")
         if "loss" in evaluations:

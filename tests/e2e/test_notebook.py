@@ -45,5 +45,6 @@ def test_the_quickstart_notebook(tmp_path: Path, forked_workers: None, monkeypat
     assert [[*output.get("data", output.values())] for output in outputs["tw.plan(job)"]] == [
         ["text/plain", "text/html"]
     ]
+    assert [[*output["data"]] for output in outputs["run.plot()"]] == [["text/plain", "image/png"]]
     assert not [output for cell in outputs.values() for output in cell if output.output_type == "stream"], "noise"
     assert (tmp_path / "runs" / "spirals" / "report.html").stat().st_size > 10_000

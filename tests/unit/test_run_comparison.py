@@ -104,6 +104,8 @@ def test_a_running_one_is_stopped_from_elsewhere(uri: str) -> None:
 
 
 def test_each_curve_has_its_own_axes(uri: str) -> None:
-    labels: Any = [axes.get_ylabel() for axes in tw.open_run("short", uri).plot().axes]
+    figure: Any = tw.open_run("short", uri).plot()
+    assert figure._repr_png_().startswith(b"\x89PNG"), "what a notebook shows"
+    labels: Any = [axes.get_ylabel() for axes in figure.axes]
     assert labels == ["loss", "accuracy", "samples/s"]
     assert [axes.get_ylabel() for axes in tw.open_run("long", uri).plot().axes] == ["loss", "samples/s"]

@@ -20,6 +20,7 @@ from trainwright.storage.run_summary import StepRecord, staleness_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _BINS, _BARS = 500, 60
 _COLOURS = {
@@ -403,6 +404,25 @@ def _themed(svg: str, name: str, widest_px: int | None) -> str:
     for variable, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return re.sub(r"\n\s*", "\n", svg)
+
+
+# --- Notebooks --------------------------------------------------------------------------------------------------------
+
+
+def notebook_figure(width: float, height: float) -> Figure:
+    """Return an empty matplotlib figure, in inches, that notebooks show although pyplot did not make it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        """A figure with the method that notebooks ask for a picture."""
+
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            FigureCanvasAgg(self).print_figure(out, format="png")
+            return out.getvalue()
+
+    return Shown(figsize=(width, height), layout="constrained")
 
 
 # --- Studies ----------------------------------------------------------------------------------------------------------
