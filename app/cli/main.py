@@ -5,6 +5,7 @@ Results go to stdout, messages to stderr. Commands that only read need neither R
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,11 @@ def _refuse_peer_options(arguments: Sequence[str]) -> None:
 
 
 def _exit_with_error(error: TrainwrightError, code: int) -> None:
+    """Print an error and exit; with `--json` in the command as an object, for programs."""
     error.remedy = plan_commands.with_option_names(error.remedy)
+    if "--json" in sys.argv[1:]:
+        fields = {name: redact(getattr(error, name)) for name in ("what", "where", "remedy", "detail")}
+        print(json.dumps({"error": {"type": type(error).__name__, **fields, "exit_code": code}}), file=sys.stderr)
+        sys.exit(code)
     print(escape_control_characters(redact(f"error: {error}")), file=sys.stderr)
     sys.exit(code)

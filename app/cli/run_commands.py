@@ -70,6 +70,7 @@ def fit(
         bool, typer.Option("--detach", help="Let the cluster drive the run, and return at once.")
     ] = False,
     verbose: Verbose = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a job, recover from failures, and report. The same command resumes a stopped run."""
     from trainwright import api
@@ -81,8 +82,14 @@ def fit(
         print(f"stop it with: trainwright stop {job.name} --storage {job.storage}")
         return
     run = api.fit(_job(file, overrides, strategy, workers, profile), resume=resume, fresh=fresh, verbose=verbose)
+    if as_json:
+        from trainwright.reporting.run_views import run_view
+
+        print_json(run_view(run.job.storage, run.name).data)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
+    if as_json:
+        return
     from trainwright.runtime.run_handle import loading_code
 
     _print_result(run, loading_code(file, overrides or []), _command_arguments(file, overrides))

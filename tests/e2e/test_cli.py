@@ -58,6 +58,14 @@ def test_fit_says_where_everything_is(trained: tuple[Path, str, str]) -> None:
     assert list((runs / "little" / "tensorboard").iterdir())
 
 
+def test_fit_tells_programs_what_show_tells(trained: tuple[Path, str, str], typed: Typed) -> None:
+    file, _, _ = trained
+    code, out, err = typed("fit", file, "--set", "name=brief", "--set", "epochs=1", "--json")
+    assert code == 0, err
+    shown = run_view(str(file.parent / "runs"), "brief").data
+    assert json.loads(out)["metrics"] == shown["metrics"] and json.loads(out)["state"] == "done"
+
+
 def test_evaluate_agrees_with_the_run(trained: tuple[Path, str, str], typed: Typed) -> None:
     """On the two workers that it was trained on."""
     file, _, _ = trained

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +40,14 @@ def test_options_of_other_trainers_are_explained_and_none_of_ours(monkeypatch: p
     commands = [*get_command(app).commands.values()]  # type: ignore[attr-defined]
     ours = {name.strip("-").replace("-", "_") for each in commands for option in each.params for name in option.opts}
     assert {"workers", "storage", "fresh"} <= ours and not ours & PEER_OPTIONS.keys()
+
+
+def test_errors_are_objects_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainwright", "show", "lost", "--storage", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and shown.out == ""
+    told = json.loads(shown.err)["error"]
+    assert (told["type"], told["what"], told["exit_code"]) == ("StorageError", "there is no run 'lost'", 1)
+    assert told["where"] == str(tmp_path) and told["remedy"] == "there are no runs; check --storage"
