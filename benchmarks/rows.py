@@ -139,7 +139,7 @@ TABLES: Mapping[str, Sequence[Row]] = {
         ),
         FOUR,
         Row(
-            told="the same against Ray Train",
+            told="the same against Ray Train (torchft's packages on the path slow it)",
             benchmark="recovery_4",
             what=f"{_KILL}, one spare, against TorchTrainer",
         ),

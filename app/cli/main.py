@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from trainwright.cli import cluster_commands, plan_commands, run_commands, stored_run_commands
 from trainwright.cli.data_commands import data as data_commands
 from trainwright.cli.study_commands import study as study_commands
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters
-from trainwright.core.peer_options import PEER_OPTIONS
+from trainwright.core.peer_options import advice_of
 from trainwright.core.redaction import redact
 from trainwright.submit.job_credentials import received_credentials
 
@@ -84,7 +86,7 @@ def options(
 def main() -> None:
     """Run the command line. Errors become plain text; the exit code is 2 for an invalid job, 1 for a failed run."""
     try:
-        _refuse_peer_options(sys.argv[1:])
+        _refuse_unknown_options(sys.argv[1:])
         with received_credentials():
             app()
     except JobError as error:
@@ -98,13 +100,33 @@ def main() -> None:
         sys.exit(141)
 
 
-def _refuse_peer_options(arguments: Sequence[str]) -> None:
-    """Exit with what an option of another trainer is called here."""
-    for argument in arguments if arguments[:1] and arguments[0] in _TAKE_JOBS else ():
-        name = argument[2:].partition("=")[0].replace("-", "_")
-        if argument.startswith("--") and name in PEER_OPTIONS:
-            remedy = f"use {PEER_OPTIONS[name]}; fields of the job are set with --set NAME=VALUE"
-            _exit_with_error(TrainwrightError(f"there is no option --{argument[2:]}", remedy=remedy), 2)
+def _refuse_unknown_options(arguments: Sequence[str]) -> None:
+    """Exit with what to write, where an option is a field of the job, or one of another trainer."""
+    command: Any = get_command(app)
+    words = list(arguments)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    if not arguments or arguments[0] not in _TAKE_JOBS:
+        return
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and option not in known and (advice := _advice(option[2:].replace("-", "_"), value)):
+            _exit_with_error(TrainwrightError(f"there is no option {option}", remedy=advice), 2)
+
+
+def _advice(name: str, value: str) -> str:
+    """Return what to write instead of an option that a command does not have; empty where nothing is known."""
+    from trainwright.core.job import GROUP_OF, Job
+
+    if name in Job.model_fields or name in GROUP_OF:
+        return f"use --set {name}={value or 'VALUE'}"
+    fields = "|".join(sorted({*Job.model_fields, *GROUP_OF}, key=len, reverse=True))
+    return re.sub(
+        rf"(?<![\w(])({fields})=",
+        lambda found: f"--{found[1]} " if found[1] in ("workers", "strategy") else f"--set {found[1]}=",
+        advice_of(name),
+    )
 
 
 def _exit_with_error(error: TrainwrightError, code: int) -> None:

@@ -39,6 +39,8 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --web, listen on this port; 0 for any.")] = 0,
 ) -> None:
     """Show a run while it trains, until it ends. Ctrl-C ends only this command."""
+    if not web and (host, port) != ("127.0.0.1", 0):
+        raise typer.BadParameter("--host and --port need --web")
     if web:
         from trainwright.reporting.live_page import LivePage
         from trainwright.reporting.stored_run import open_run
@@ -63,6 +65,9 @@ def compare(
 ) -> None:
     """Show runs side by side: figures, and how their jobs differ."""
     from trainwright.reporting.run_comparison import compare as compare_runs
+
+    if len(set(names)) < 2:
+        raise typer.BadParameter("give the names of two runs or more")
 
     comparison = compare_runs(*names, storage=storage)
     if html is not None:

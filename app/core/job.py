@@ -26,7 +26,7 @@ from trainwright.core.errors import JobError, nearest
 from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.job_consistency import inconsistencies
 from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
-from trainwright.core.peer_options import PEER_OPTIONS
+from trainwright.core.peer_options import advice_of
 from trainwright.core.plan import SUMMED_BY, Plan, single_device_spec
 from trainwright.core.strict_model import Duration, StepRange, StrictModel, as_dataset
 from trainwright.core.weight_average import WeightAverage
@@ -508,9 +508,7 @@ class Job(_JobModel):
     @classmethod
     def advice_on(cls, name: str) -> str:
         """Name what another trainer's option is called here, or the nearest field, group or option."""
-        if name in PEER_OPTIONS:
-            return f"use {PEER_OPTIONS[name]}"
-        return nearest(name, [*cls.model_fields, *GROUP_OF])
+        return advice_of(name) or nearest(name, [*cls.model_fields, *GROUP_OF])
 
     def on_one_device(self, **fields: Any) -> Job:
         """Return the job for one worker with one device, without pinned layout or strategy.

@@ -16,9 +16,16 @@ _STOP = 'early_stop=tw.EarlyStop("accuracy", patience=3)'
 _PRECISION = 'precision="bf16", or "fp16"'
 _ACCUMULATION = "accumulation=: batch_size= stays the batch of a whole step, which it divides"
 _STORAGE = "storage= (a folder or a URI) and name="
-_RESUME = "no option: the same command resumes a run; resume=True does it although the job changed"
-_READ_AHEAD = "no option: how far data is read ahead is planned"
+_RESUME = "no option is needed: the same command resumes a run; resume=True does it although the job changed"
+_READ_AHEAD = "no option is needed: how far data is read ahead is planned"
 _TRAIN, _EVALUATE = "train=", "evaluate="
+
+
+def advice_of(name: str) -> str:
+    """Return what to do instead of another trainer's option; empty for a name that none has."""
+    advice = PEER_OPTIONS.get(name, "")
+    return advice if advice.startswith("no option") or not advice else f"use {advice}"
+
 
 PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("num_workers", "num_processes", "nproc_per_node", "world_size", "num_gpus", "gpus"), _WORKERS),
@@ -31,8 +38,8 @@ PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("lr_scheduler", "scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"), _SCHEDULE),
     **dict.fromkeys(("fsdp", "deepspeed", "zero_stage"), _SHARDED),
     "ddp": 'strategy="data_parallel"',
-    **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_model_parallel_size"), 'strategy="tensor_parallel"'),
-    **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_model_parallel_size"), 'strategy="pipeline"'),
+    **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_model_parallel_size"), 'plan="tp=2"'),
+    **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_model_parallel_size"), 'plan="pp=2"'),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "train_batch_size"), _BATCH),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), _ACCUMULATION),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "gradient_clipping"), "clip_norm="),
@@ -54,7 +61,7 @@ PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("prefetch_factor", "dataloader_num_workers", "pin_memory", "prefetch"), _READ_AHEAD),
     **dict.fromkeys(
         ("backend", "process_group_backend"),
-        "no option: it is gloo on CPUs and NCCL on GPUs; for TensorFlow communication=",
+        "no option is needed: it is gloo on CPUs and NCCL on GPUs; for TensorFlow communication=",
     ),
     "ema": "weight_average=",
     "seed_everything": "seed=",

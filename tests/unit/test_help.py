@@ -28,18 +28,37 @@ def test_the_version_is_that_of_the_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"trainwright {tw.__version__}\n"
 
 
-def test_options_of_other_trainers_are_explained_and_none_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["trainwright", "fit", "job.py", "--num-workers=4"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["fit", "job.py", "--num-workers=4"], "--num-workers\n  -> use --workers \n"),
+        (["fit", "job.py", "--epochs=3"], "--epochs\n  -> use --set epochs=3\n"),
+        (["plan", "job.py", "--batch-size", "64"], "--batch-size\n  -> use --set batch_size=VALUE\n"),
+        (["study", "batch", "job.py", "--lr=1"], "--lr\n  -> use the function of --set optimizer=: "),
+        (["fit", "job.py", "--backend=nccl"], "--backend\n  -> no option is needed: it is gloo on"),
+    ],
+)
+def test_fields_of_a_job_and_options_of_other_trainers_are_explained(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainwright", *words])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith(
-        "error: there is no option --num-workers=4\n  -> use workers=; fields of the job are set with"
-    )
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: there is no option {told}")
+
+
+def test_no_option_of_ours_is_taken_for_another_trainers() -> None:
     commands = [*get_command(app).commands.values()]  # type: ignore[attr-defined]
     ours = {name.strip("-").replace("-", "_") for each in commands for option in each.params for name in option.opts}
     assert {"workers", "storage", "fresh"} <= ours and not ours & PEER_OPTIONS.keys()
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["compare", "one"], "two runs or more"), (["watch", "one", "--port", "99"], "--host and --port need --web"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(words: list[str], told: str) -> None:
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and told in refused.stderr
 
 
 def test_errors_are_objects_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
+import torch
 
 import trainwright as tw
 from tests.support import peer_table
 from trainwright.core.errors import JobError
 from trainwright.core.job import FIELD_ORDER, GROUP_OF, GROUPS
-from trainwright.core.peer_options import PEER_OPTIONS
+from trainwright.core.peer_options import PEER_OPTIONS, advice_of
 from trainwright.planning.job_file import load_distillation, load_job
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
@@ -83,6 +85,20 @@ def test_a_misspelt_or_misplaced_name_is_explained(fields: dict[str, Any], messa
     assert problems_of(**fields) == (message,)
 
 
+def test_the_job_of_the_page_on_moving_in_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "moving-in.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code = page.partition("```python\n")[2].partition("```")[0]
+    rows = {"image": [[[0.0] * 28] * 28] * 4, "label": [0, 1, 2, 3]}
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "data" / "train" / "rows.parquet")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    job = names["job"]
+    assert isinstance(job, tw.Job) and job.train.index().rows == 4
+    assert job.model()(torch.zeros(2, 28, 28)).shape == (2, 10)
+
+
 def test_the_page_on_moving_in_lists_the_options_of_other_trainers() -> None:
     page = (Path(__file__).parents[2] / "docs" / "moving-in.md").read_text(encoding="utf-8")
     assert peer_table.markdown() in page, "put what `python -m tests.support.peer_table` prints into docs/moving-in.md"
@@ -92,7 +108,7 @@ def test_options_of_other_trainers_are_explained_in_the_words_of_a_job() -> None
     fields = {*tw.Job.model_fields, *GROUP_OF}
     assert not PEER_OPTIONS.keys() & fields
     for name, advice in PEER_OPTIONS.items():
-        assert problems_of(**{name: 1}) == (f"{name}= is no field of Job: use {advice}",)
+        assert problems_of(**{name: 1}) == (f"{name}= is no field of Job: {advice_of(name)}",)
         named = {word for word in re.findall(r"(?<![\w(\"])(\w+)=", advice) if word not in ("lr", "patience")}
         assert named <= fields | {"resume"}, name
 
