@@ -191,7 +191,7 @@ TABLES: Mapping[str, Sequence[Row]] = {
             told="0.8 GB as a Ray Dataset given as `train=`, first epoch with start-up",
             benchmark="data_light",
             what="large, Ray Dataset as train=, first epoch, against streaming_split",
-            why="its first block is looked at before the run",
+            why="trainwright reads its first block before the run",
         ),
         Row(
             told="its later epochs",
@@ -216,7 +216,7 @@ TABLES: Mapping[str, Sequence[Row]] = {
             what="start of a later epoch, light path, against the limit",
         ),
         Row(
-            told="step of the main job's network fed by the stream, against the same fed from memory",
+            told="step of the example job's network fed by the stream, against the same fed from memory",
             benchmark="data_step",
             what="demo's network, fed by the stream, against memory",
         ),
