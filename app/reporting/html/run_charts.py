@@ -457,6 +457,7 @@ def bands_chart(
     def draw(axes: Axes) -> None:
         if log:
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         for number, (label, bands) in enumerate(curves.items()):
             colour, x = _SERIES[number % len(_SERIES)], [band.x for band in bands]
             dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
