@@ -47,9 +47,9 @@ def test_by_choice_the_others_continue_at_once_and_the_new_process_joins(ray_clu
     kill = torch_jobs.Kill(rank=1, step=12, point="synchronisation", folder=str(folder.parent))
     joined = {20: torch_jobs.Awaited(kind=events.Placed, number=3)}
     tw.fit(torch_jobs.job(
-        folder, (kill,), model=Smooth, awaits=joined, epochs=8, min_workers=1, on_loss="shrink", checkpoint_steps=100
+        folder, (kill,), model=Smooth, awaits=joined, epochs=4, min_workers=1, on_loss="shrink", checkpoint_steps=100
     ))  # fmt: skip
-    tw.fit(torch_jobs.job(plain, model=Smooth, epochs=8))
+    tw.fit(torch_jobs.job(plain, model=Smooth, epochs=4))
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.workers, event.steps_lost) for event in formed] == [(2, 0), (1, 0), (2, 0)]
     resized: Any = told(folder, "faulty", events.Resized)
