@@ -6,16 +6,20 @@ import math
 import pickle
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import trainwright as tw
+from tests.support.cli_job import JOB
 from tests.support.html_pages import Balance
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped
 from tests.support.work_orders import table_job
 from trainwright import api
+from trainwright.cli.main import app
 from trainwright.core import events
 from trainwright.core.errors import JobError, NonFiniteLoss, RunFinished, Stopped
 from trainwright.reporting.stored_run import open_run
@@ -198,3 +202,12 @@ def test_a_metric_that_was_not_evaluated_is_refused_with_the_known_ones(ran: lis
     done(trials, lambda trial: (0.9, 0.1))
     with pytest.raises(KeyError, match="loss, accuracy"):
         metric_of(run_trials(trials, say=lambda line: None), "f1")
+
+
+def test_the_command_refuses_what_is_not_a_size_and_a_metric_that_no_run_evaluates(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(JOB.format(storage=str(tmp_path / "runs")))
+    for wrong, told in (("50,x", "are not numbers"), ("50 --metric f1", "--metric f1 is neither 'loss' nor one of")):
+        found = CliRunner().invoke(app, ["study", "batch", str(file), "--sizes", *wrong.split()])
+        assert isinstance(found.exception, JobError) and told in str(found.exception), found.output
+    assert not (tmp_path / "runs").exists()
