@@ -13,6 +13,7 @@ from trainwright.core.errors import JobError, nearest
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
+    from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import StudyKind, StudyTrial
 
 study = typer.Typer(
@@ -37,16 +38,29 @@ def scaling(
     mode: _Mode = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 200,
     seeds: _Seeds = 3,
+    predict: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="Also predict more workers on this cluster: 8x1xCPU@10Gb.")
+    ] = None,
     overrides: Overrides = None,
     fresh: _Fresh = False,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure throughput by the number of workers. The same command continues a stopped study."""
+    from trainwright.core.cluster import Cluster
+    from trainwright.studies.study_predictions import predict_scaling
+    from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import scaling_trials
 
     job = _job(file, overrides)
-    _run("scaling", job, scaling_trials(job, _numbers(workers), _modes(mode), seeds, steps), None, fresh, html, as_json)
+    larger = Cluster.parse(predict) if predict is not None else None  # refused before any run
+    trials = _done(scaling_trials(job, _numbers(workers), _modes(mode), seeds, steps), fresh)
+    predictions = predict_scaling(trials, larger) if larger is not None else []
+    report = StudyReport(
+        kind="scaling", name=job.name, metric="samples/s", trials=trials, predictions=predictions,
+        predicted_for=predict or "",
+    )  # fmt: skip
+    _show(report, html, as_json)
 
 
 @study.command()
@@ -67,7 +81,7 @@ def convergence(
     job = _job(file, overrides)
     _check_metric(job, metric)
     trials = convergence_trials(job, _numbers(workers), _modes(mode), seeds)
-    _run("convergence", job, trials, metric, fresh, html, as_json)
+    _compare("convergence", job, trials, metric, fresh, html, as_json)
 
 
 @study.command()
@@ -86,10 +100,10 @@ def batch(
 
     job = _job(file, overrides)
     _check_metric(job, metric)
-    _run("batch", job, batch_trials(job, _numbers(sizes), seeds), metric, fresh, html, as_json)
+    _compare("batch", job, batch_trials(job, _numbers(sizes), seeds), metric, fresh, html, as_json)
 
 
-def _run(
+def _compare(
     kind: StudyKind,
     job: Job,
     trials: Sequence[StudyTrial],
@@ -98,15 +112,24 @@ def _run(
     html: str | None,
     as_json: bool,
 ) -> None:
+    """Run the trials of a study of a metric, and show what they found."""
     from trainwright.studies.study_report import StudyReport, metric_of
-    from trainwright.studies.study_trials import run_trials
 
-    done = run_trials(trials, fresh=fresh, say=lambda line: print(line, file=sys.stderr, flush=True))
+    done = _done(trials, fresh)
     try:
-        compared = "samples/s" if kind == "scaling" else metric_of(done, metric)
+        compared = metric_of(done, metric)
     except KeyError as known:
         raise JobError([f"--metric {metric} was not evaluated; known: {known.args[0]}"]) from None
-    report = StudyReport(kind=kind, name=job.name, metric=compared, trials=done)
+    _show(StudyReport(kind=kind, name=job.name, metric=compared, trials=done), html, as_json)
+
+
+def _done(trials: Sequence[StudyTrial], fresh: bool) -> list[StudyTrial]:
+    from trainwright.studies.study_trials import run_trials
+
+    return run_trials(trials, fresh=fresh, say=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _show(report: StudyReport, html: str | None, as_json: bool) -> None:
     if html is not None:
         write_file(html, report.page(), "--html")
     view = report.view()

@@ -221,6 +221,8 @@ class Scaling(_OptionGroup):
         accelerator: `auto`, `cpu`, `gpu`, `tpu`, or a model such as `A100-80GB`: its nodes alone are used.
         place_deadline_s: seconds to wait for the cluster to start the workers; by default 300, or 1,800 on a cluster
             that starts nodes on demand.
+        threads_per_worker: CPU threads that each worker computes with; by default the CPUs of its node divided by the
+            workers there. Give it where runs with different numbers of workers are compared.
     """
 
     workers: Annotated[int, Field(ge=1)] | None = None
@@ -229,6 +231,7 @@ class Scaling(_OptionGroup):
     shrink_s: Annotated[float, Field(gt=0)] = 30.0
     accelerator: str = "auto"
     place_deadline_s: Annotated[float, Field(gt=0)] | None = None
+    threads_per_worker: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def elastic(self) -> bool:
@@ -389,6 +392,7 @@ FIELD_ORDER: ColumnNames = (
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
     "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights", "cross_device_ops",
     "communication", "bytes_per_pack", "delivery", "profile", "on_oom", "on_loss",
+    "threads_per_worker",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 

@@ -27,7 +27,7 @@ _FREE = frozenset(
         "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
         "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop", "on_oom",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
-        "replace_stragglers", "devices", "tf_config", "on_loss",
+        "replace_stragglers", "devices", "tf_config", "on_loss", "threads_per_worker",
         "tpu", "trackers", "code", "best", "early_stop", "max_time", "profile", *SUMMED_BY,
     }
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainwright.reporting.html.templates import render_template
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import RunView
 from trainwright.storage.run_summary import staleness_of
+from trainwright.studies.study_predictions import PredictedThroughput
 from trainwright.studies.study_trials import StudyKind, StudyTrial
 
 # 97.5% quantiles of Student's t distribution by degrees of freedom, 1 to 30; the last one is taken beyond.
@@ -60,12 +62,16 @@ class StudyReport:
         name: of the job.
         metric: the metric that is compared, or `samples/s`.
         trials: with their histories.
+        predictions: of a scaling study, beyond the measured numbers of workers.
+        predicted_for: the cluster that they are for.
     """
 
     kind: StudyKind
     name: str
     metric: str
     trials: Sequence[StudyTrial]
+    predictions: Sequence[PredictedThroughput] = ()
+    predicted_for: str = ""
 
     @property
     def x_name(self) -> str:
@@ -88,6 +94,10 @@ class StudyReport:
              "seeds": mean.count}
             for (label, x), mean in self.means.items()
         ]  # fmt: skip
+        predicted = [
+            {"curve": each.label, "x": each.x, "mean": each.mean, "low": each.low, "high": each.high}
+            for each in self.predictions
+        ]
         runs = [
             {"curve": trial.label, "x": trial.x, "seed": trial.seed, "run": trial.job.name} for trial in self.trials
         ]
@@ -97,6 +107,7 @@ class StudyReport:
             "metric": self.metric,
             "x": self.x_name,
             "rows": rows,
+            "predicted": predicted,
             "runs": runs,
         }
 
@@ -133,16 +144,21 @@ class StudyReport:
     def _table(self) -> tuple[list[str], list[list[str]]]:
         headings = ["", self.x_name, self.metric, "95% interval", "seeds"]
         means, rows = self.means, []
-        fewest = {label: min(x for each, x in means if each == label) for label, _ in means}
+        fewest, first = min(((x, mean.mean) for (_, x), mean in means.items()), key=itemgetter(0))
         for (label, x), mean in means.items():
             interval = f"{_figure(mean.low)} to {_figure(mean.high)}" if math.isfinite(mean.low) else "-"
             row = [label, f"{x:,}", _figure(mean.mean), interval, str(mean.count)]
             if self.kind == "scaling":
-                times = mean.mean / means[label, fewest[label]].mean
-                row += [f"{times:.2f}", formatting.percent(times * fewest[label] / x)]
+                times = mean.mean / first
+                row += [f"{times:.2f}", formatting.percent(times * fewest / x)]
             elif self.kind == "convergence":
                 row += [formatting.duration(fmean(_seconds(trial) for trial in self._trials(label, x)))]
             rows.append(row)
+        for each in self.predictions:
+            interval = f"{_figure(each.low)} to {_figure(each.high)}"
+            row = [f"{each.label}, predicted", f"{each.x:,}", _figure(each.mean), interval, "-"]
+            times = each.mean / first
+            rows.append([*row, f"{times:.2f}", formatting.percent(times * fewest / each.x)])
         more = {"scaling": ["speed-up", "efficiency"], "convergence": ["time of steps"], "batch": []}
         return [*headings, *more[self.kind]], rows
 
@@ -164,9 +180,13 @@ class StudyReport:
             mark = ("gradient noise scale", scale) if scale is not None else None
             return [(title, bands_chart(title, bands, self.x_name, log=True, mark=mark))]
         first = min((band for found in bands.values() for band in found), key=lambda band: band.x)
-        largest = max(trial.x for trial in self.trials)
+        largest = max(*(trial.x for trial in self.trials), *(each.x for each in self.predictions))
         ideal = [(first.x, first.mean), (largest, first.mean * largest / first.x)]
-        return [(title, bands_chart(title, bands, self.x_name, ideal=ideal))]
+        beyond: dict[str, list[Band]] = {}
+        for each in self.predictions:
+            points = beyond.setdefault(each.label, bands[each.label][-1:])
+            points.append(Band(x=each.x, mean=each.mean, low=each.low, high=each.high))
+        return [(title, bands_chart(title, bands, self.x_name, ideal=ideal, beyond=beyond))]
 
     def _curves(self, xlabel: str, place: Any) -> str:
         """Draw the metric of each number of workers, the mean over seeds by evaluation."""
@@ -197,6 +217,11 @@ class StudyReport:
         ]
         if self.kind == "scaling":
             found.append("The global batch is the same everywhere. Speed-up is over the fewest workers.")
+            if self.predictions:
+                found.append(
+                    "Predicted rows were not run: they are of the cost model, fitted to the measured steps, for "
+                    f"{self.predicted_for}. Nine of ten steps are expected in the interval."
+                )
         if self.kind == "convergence":
             found.append("Time counts steps alone, not the start, evaluations and checkpoints.")
             for label, x in self.means:

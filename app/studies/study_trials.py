@@ -8,7 +8,7 @@ batch        the final metric by batch size, at equal epochs, under two rules fo
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from trainwright.core.engine import takes_optimizer, with_batch_size
 from trainwright.core.errors import JobError, LossSpike, NonFiniteLoss, RunFinished, Stopped
 from trainwright.core.job import Job
 from trainwright.lr_schedules import constant, linear_scaling
+from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.stored_run import open_run
 
@@ -72,15 +73,23 @@ class _LinearRule:
 
 
 def scaling_trials(job: Job, workers: Sequence[int], modes: Sequence[str], seeds: int, steps: int) -> list[StudyTrial]:
-    """Return runs of so many steps for each number of workers; the global batch is the job's."""
+    """Return runs of so many steps for each number of workers; the global batch is the job's.
+
+    Raises:
+        JobError: a single worker, asynchronous.
+    """
     short = {"epochs": 1, "epoch_samples": steps * job.batch_size}
-    return [*_by_workers(job, "scaling", workers, modes, seeds, short)]
+    return _by_workers(job, "scaling", workers, modes, seeds, short)
 
 
 def convergence_trials(job: Job, workers: Sequence[int], modes: Sequence[str], seeds: int) -> list[StudyTrial]:
-    """Return whole runs of the job for each number of workers. Raises JobError for a job that evaluates nothing."""
+    """Return whole runs of the job for each number of workers.
+
+    Raises:
+        JobError: the job evaluates nothing; or a single worker, asynchronous.
+    """
     _check_evaluates(job)
-    return [*_by_workers(job, "convergence", workers, modes, seeds, {})]
+    return _by_workers(job, "convergence", workers, modes, seeds, {})
 
 
 def batch_trials(job: Job, batch_sizes: Sequence[int], seeds: int) -> list[StudyTrial]:
@@ -131,7 +140,7 @@ def run_trials(
         say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
         failed = ""
         try:
-            run = api.fit(trial.job, fresh=fresh)
+            run = api.fit(trial.job.replace(threads_per_worker=_threads_on_cpus(trial.job)), fresh=fresh)
         except RunFinished:
             say("  it is finished already")
         except (NonFiniteLoss, LossSpike) as error:  # large batches and rates may diverge: that is a result
@@ -150,14 +159,29 @@ def run_trials(
 
 def _by_workers(
     job: Job, kind: str, workers: Sequence[int], modes: Sequence[str], seeds: int, fields: Mapping[str, Any]
-) -> Iterator[StudyTrial]:
+) -> list[StudyTrial]:
+    found = []
     for mode in modes:
-        for count in workers:
+        for count in [each for each in workers if mode == "synchronous" or each > 1]:  # one has nobody to wait for
             for seed in range(seeds):
                 name = f"{job.name}-{kind}-{mode}-{count}-seed{seed}"
                 more = {"name": name, "workers": count, "seed": job.training.seed + seed}
                 run = job.replace(**{**more, **_FIXED, **MODES[mode], **fields})
-                yield StudyTrial(label=mode, x=count, seed=seed, job=run)
+                found.append(StudyTrial(label=mode, x=count, seed=seed, job=run))
+    if not found:
+        raise JobError(["--mode asynchronous needs two workers or more: --workers 2,4"])
+    return found
+
+
+def _threads_on_cpus(job: Job) -> int | None:
+    """Return the CPU threads of each worker where numbers of workers are compared: one, but on accelerators the usual.
+
+    By default a single worker computes with all CPUs of its node, so that more workers there would gain nothing.
+    """
+    if job.scaling.workers is None or job.scaling.threads_per_worker:
+        return job.scaling.threads_per_worker
+    connect()
+    return None if discover().accelerators else 1
 
 
 def _check_evaluates(job: Job) -> None:

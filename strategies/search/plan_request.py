@@ -58,6 +58,7 @@ class PlanRequest:
     min_workers: int | None = None
     max_workers: int | None = None
     devices: int | None = None
+    threads: int | None = None  # CPU threads of each worker
     accumulation: int | None = None
     inexact: tuple[str, ...] = ()
     run: str = "step"
@@ -97,6 +98,7 @@ class PlanRequest:
             min_workers=job.scaling.min_workers,
             max_workers=job.scaling.max_workers,
             devices=job.tensorflow.devices,
+            threads=job.scaling.threads_per_worker,
             accumulation=job.training.accumulation or pins.choices.get("accumulation") or _single_micro_batch(job),
             inexact=job.training.inexact,
             run=job.tensorflow.run,
@@ -173,7 +175,9 @@ class PlanRequest:
     @cached_property
     def place(self) -> Callable[..., WorkerResources]:
         """`placement_for` on this cluster, cached for the thousands of plans."""
-        return cache(partial(placement_for, self.cluster, data_cpus=self.data_cpus, kind=self.kind))
+        return cache(
+            partial(placement_for, self.cluster, data_cpus=self.data_cpus, kind=self.kind, threads=self.threads)
+        )
 
     def plan(
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
@@ -333,8 +337,9 @@ def worker_capacity(cluster: Cluster) -> int:
 
 
 def placement_for(
-    cluster: Cluster, workers: int, devices: int = 1, together: int = 1, *, data_cpus: float = 0.0, kind: str = ""
-) -> WorkerResources:
+    cluster: Cluster, workers: int, devices: int = 1, together: int = 1, *, data_cpus: float = 0.0, kind: str = "",
+    threads: int | None = None,
+) -> WorkerResources:  # fmt: skip
     """Return the resources of each of `workers` actors with some devices; some CPU of each node is left for Ray Data.
 
     Servers count as workers here, and reserve a worker's share or less.
@@ -343,6 +348,7 @@ def placement_for(
         together: workers that are placed on one node, and share its CPUs.
         data_cpus: that Ray Data needs at least; the workers' threads are as many all the same.
         kind: Ray's name of the accelerators' model; empty for any.
+        threads: that each computes with; by default its share of the node's CPUs.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
@@ -356,6 +362,6 @@ def placement_for(
         accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
         kind=kind,
-        threads=max(1, int(cpus // on_a_node)),
+        threads=threads or max(1, int(cpus // on_a_node)),
         data_cpus=reserved * nodes,
     )

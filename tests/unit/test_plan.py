@@ -47,6 +47,11 @@ def test_two_workers_on_a_laptop_and_one_for_each_gpu() -> None:
     assert chosen.workers == 2 and chosen.placement.accelerators == 1 and chosen.placement.accelerator == "GPU"
 
 
+def test_the_threads_of_a_worker_are_its_share_of_a_node_or_what_the_job_says() -> None:
+    for fields, threads in (({"workers": 1}, 2), ({"workers": 2}, 1), ({"workers": 1, "threads_per_worker": 1}, 1)):
+        assert decide(**fields).chosen.placement.threads == threads
+
+
 @given(cpus=st.integers(1, 64), nodes=st.integers(1, 4), workers=st.integers(1, 64))
 def test_cpus_are_always_left_for_ray_data(cpus: int, nodes: int, workers: int) -> None:
     cluster = Cluster(nodes=tuple(Node(name=str(n), cpus=cpus, memory_bytes=0) for n in range(nodes)))

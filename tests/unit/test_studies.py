@@ -21,8 +21,11 @@ from tests.support.work_orders import table_job
 from trainwright import api
 from trainwright.cli.main import app
 from trainwright.core import events
-from trainwright.core.errors import JobError, NonFiniteLoss, RunFinished, Stopped
+from trainwright.core.cluster import Cluster
+from trainwright.core.errors import JobError, NonFiniteLoss, PlanError, RunFinished, Stopped
 from trainwright.reporting.stored_run import open_run
+from trainwright.studies import study_predictions, study_trials
+from trainwright.studies.study_predictions import predict_scaling
 from trainwright.studies.study_report import Mean, StudyReport, metric_of
 from trainwright.studies.study_trials import StudyTrial, batch_trials, convergence_trials, run_trials, scaling_trials
 
@@ -34,9 +37,11 @@ def job(**fields: Any) -> tw.Job:
 def test_a_scaling_study_has_a_short_run_for_each_number_mode_and_seed() -> None:
     trials = scaling_trials(job(seed=5), [1, 2], ["synchronous", "asynchronous"], seeds=2, steps=30)
     assert [(each.label, each.x, each.seed) for each in trials] == [
-        (mode, count, seed) for mode in ("synchronous", "asynchronous") for count in (1, 2) for seed in (0, 1)
+        (mode, count, seed)
+        for mode, count in (("synchronous", 1), ("synchronous", 2), ("asynchronous", 2))
+        for seed in (0, 1)
     ]
-    assert len({each.job.name for each in trials}) == 8
+    assert len({each.job.name for each in trials}) == 6
     last = trials[-1].job
     assert (last.scaling.workers, last.training.seed, last.epochs, last.data.epoch_samples) == (2, 6, 1, 30 * 64)
     assert (last.planning.strategy, last.planning.consistency, last.batch_size) == ("parameter_server", "async", 64)
@@ -87,12 +92,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def fit(job: tw.Job, *, fresh: bool = False) -> Any:
+        assert job.scaling.threads_per_worker == (1 if "-batch-" not in job.name else None)
         if job.name.endswith("seed1") and not fresh:
             raise RunFinished(f"{job.name} is finished")
         names.append(job.name)
         return open_run(job.name, job.storage)
 
     monkeypatch.setattr(api, "fit", fit)
+    monkeypatch.setattr(study_trials, "discover", lambda: Cluster.parse("3xCPU"))
+    monkeypatch.setattr(study_trials, "connect", lambda: True)
     return names
 
 
@@ -176,6 +184,32 @@ def test_a_scaling_study_shows_speed_up_and_efficiency(ran: list[str]) -> None:
     assert [(entry["x"], entry["seeds"]) for entry in data["rows"]] == [(1, 2), (2, 2)] and len(data["runs"]) == 4
     assert data["rows"][1]["mean"] == pytest.approx(2048.0)
     assert ">ideal<" in found.page()
+
+
+def test_more_workers_than_were_measured_are_predicted_on_another_cluster(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_predictions, "discover", lambda: Cluster.parse("2xCPU"))
+    monkeypatch.setattr(study_predictions, "connect", lambda: True)
+    model = tw.transformer_profile(hidden=64, layers=2, heads=2, sequence=16, vocabulary=100)
+    monkeypatch.setattr(study_predictions, "profile_of", lambda prepared: model)
+    trials = scaling_trials(job(storage=storage()), [1, 2], ["synchronous"], 1, 20)
+    done(trials, lambda trial: (0.9, 0.2 / trial.x))
+    measured = report("scaling", trials)
+    predictions = predict_scaling(measured.trials, Cluster.parse("9x1xCPU@10Gb"))
+    assert [(each.label, each.x) for each in predictions] == [("synchronous", 4), ("synchronous", 8)]
+    assert all(each.low < each.mean < each.high for each in predictions)
+    assert 640 < predictions[0].mean < predictions[1].mean, "the model is fitted to 640 samples/s with two workers"
+    found = replace(measured, predictions=predictions, predicted_for="9x1xCPU@10Gb")
+    assert "for 9x1xCPU@10Gb" in printed(found.view()) and ">synchronous, predicted<" in found.page()
+    assert [entry["x"] for entry in found.data()["predicted"]] == [4, 8]
+    with pytest.raises(PlanError, match="3 workers are not twice the number that was measured"):
+        predict_scaling(measured.trials, Cluster.parse("3x1xCPU"))
+
+
+def test_one_asynchronous_worker_is_refused() -> None:
+    with pytest.raises(JobError, match="needs two workers or more"):
+        scaling_trials(job(), [1], ["asynchronous"], 1, 10)
 
 
 def test_a_batch_study_compares_final_metrics_at_equal_epochs(ran: list[str]) -> None:

@@ -445,6 +445,7 @@ def bands_chart(
     log: bool = False,
     ideal: Sequence[tuple[float, float]] = (),
     mark: tuple[str, float] | None = None,
+    beyond: Mapping[str, Sequence[Band]] | None = None,
 ) -> str:
     """Draw curves with intervals.
 
@@ -452,6 +453,7 @@ def bands_chart(
         log: the x axis is logarithmic, to base 2.
         ideal: points of a dashed line.
         mark: name and place of a vertical line.
+        beyond: predicted continuations of curves, from their last measured point on; drawn with dots.
     """
 
     def draw(axes: Axes) -> None:
@@ -467,6 +469,12 @@ def bands_chart(
             if known:
                 lows, highs = [band.low for band in known], [band.high for band in known]
                 axes.fill_between([band.x for band in known], lows, highs, color=colour, alpha=0.18, linewidth=0)
+            if beyond and label in beyond:
+                more = beyond[label]
+                x, means = [band.x for band in more], [band.mean for band in more]
+                dotted = {**style, "linestyle": (0, (1, 2)), "markerfacecolor": "none"}
+                axes.plot(x, means, label=_no_math(f"{label}, predicted"), **dotted)
+                axes.fill_between(x, [band.low for band in more], [band.high for band in more], color=colour, alpha=0.1)
         if ideal:
             dashed = (0, (4, 2))
             axes.plot(*zip(*ideal, strict=True), color=_COLOURS["soft"], linestyle=dashed, linewidth=1.2, label="ideal")
