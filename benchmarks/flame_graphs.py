@@ -1,0 +1,125 @@
+"""Flame graphs of a worker's loop and of a run's start, for docs/performance.md, by py-spy (`pip install py-spy`).
+
+    python benchmarks/flame_graphs.py FOLDER
+
+Writes `step.svg`, `start.svg`, and to stdout a table of each: milliseconds of a step of rank 0, seconds of the start by
+process. py-spy needs the right to look into other processes, such as root's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from duel import OurLoop, order_for
+from party import Seat, together
+
+WARM_UP, STEPS, RATE_HZ = 100, 1000, 500
+START_S = 180.0
+JOB = Path(__file__).resolve().parents[1] / "examples" / "fashion_mnist.py"
+
+# The first pattern that a stack has names what it does.
+STEP: Mapping[str, str] = {
+    "comparing the replicas, once in 25 steps": r"check_replicas",
+    "backward, with the all-reduce of the gradients": r"BackwardRoots|run_backward",
+    "forward and loss": r"Objective\.forward",
+    "optimizer": r"TorchReplica\.apply",
+    "taking the rows of the batch": r"RankFeeds|Lookahead",
+    "records of the step": r"StepLog",
+}
+START: Mapping[str, str] = {
+    "importing torch": r"<module> \(torch/",
+    "importing Ray": r"<module> \(ray/",
+    "importing others": r"<module>|importlib",
+    "starting Ray": r"ray/_private/(node|services)|init \(ray/",
+    "the process group": r"init_process_group|process_group",
+    "the first step": r"run_backward|forward",
+    "trying the job's functions": r"function_trial|preflight",
+    "planning": r"planning/|search/",
+}
+
+
+def main(folder: Path) -> None:
+    """Write both graphs and print both tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        order = order_for(place, WARM_UP + STEPS, {"strategy": "data_parallel"})
+        step_s = together(order, partial(_watched_loop, folder=folder))[0]
+        stacks = _read(folder / "step.txt")
+        loop = {stack: count for stack, count in stacks.items() if "run (duel" in stack}
+        print(f"A step of rank 0: {1e3 * step_s:.2f} ms")
+        for name, share in _shares(loop, STEP):
+            print(f"| {name} | {1e3 * step_s * share:.2f} ms |")
+        seconds = _watched_start(place, folder)
+        print(f"From the command to the end of a run of 20 steps: {seconds:.1f} s; seconds with work in all processes")
+        stacks = _read(folder / "start.txt")
+        for name, share in _shares(stacks, START):
+            print(f"| {name} | {share * sum(stacks.values()) / RATE_HZ:.2f} s |")
+
+
+def _watched_loop(seat: Seat, folder: Path) -> float:
+    """Run the loop while py-spy samples this process on rank 0. Returns the mean seconds of a step."""
+    loop = OurLoop(seat.worker)
+    loop.run(WARM_UP)
+    seat.meet()
+    spies = [] if seat.rank else [_spy(folder / "step", kind, ["--pid", str(os.getpid())]) for kind in KINDS]
+    seat.meet()
+    begun = time.perf_counter()
+    for _ in range(STEPS // 25):
+        loop.run(25)
+    seconds = (time.perf_counter() - begun) / STEPS
+    for spy in spies:
+        spy.send_signal(signal.SIGINT)
+        spy.wait(START_S)
+    return seconds
+
+
+def _watched_start(place: Path, folder: Path) -> float:
+    """Run a short job under py-spy, its children included. Returns the seconds that it took."""
+    run = [sys.executable, "-m", "trainwright", "fit", str(JOB), "--fresh", "--set", f"storage={place / 'runs'}"]
+    run += ["--set", "epochs=1", "--set", f"epoch_samples={20 * 256}"]
+    begun = time.perf_counter()
+    for kind in KINDS:
+        spy = _spy(folder / "start", kind, ["--subprocesses", "--", *run])
+        spy.wait(START_S)
+    return (time.perf_counter() - begun) / len(KINDS)
+
+
+KINDS = ("flamegraph", "raw")
+
+
+def _spy(file: Path, kind: str, what: Sequence[str]) -> subprocess.Popen[bytes]:
+    name = file.with_suffix(".svg" if kind == "flamegraph" else ".txt")
+    command = ["py-spy", "record", "--rate", str(RATE_HZ), "--nonblocking", "--format", kind, "--output", str(name)]
+    return subprocess.Popen([*command, *what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _read(file: Path) -> Counter[str]:
+    """Return samples by stack, outermost frame first."""
+    found: Counter[str] = Counter()
+    for line in file.read_text(encoding="utf-8").splitlines():
+        stack, _, count = line.rpartition(" ")
+        found[stack] += int(count)
+    return found
+
+
+def _shares(stacks: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, float]]:
+    """Return the share of the samples of each name, the largest first; others under `others`."""
+    total, found = sum(stacks.values()), Counter[str]()
+    for stack, count in stacks.items():
+        found[next((name for name, pattern in names.items() if re.search(pattern, stack)), "others")] += count
+    return [(name, count / total) for name, count in found.most_common()]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
