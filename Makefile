@@ -9,7 +9,7 @@ MINUTES ?= 30
 BIN := $(VENV)/bin
 # tests/conftest.py says how many processes there are, and which runs what.
 PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder --max-worker-restart 0 -n auto
-CODE := app clusters strategies datasets docs/conf.py examples benchmarks tests .ci
+CODE := app clusters strategies datasets docs/conf.py docs/images examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # with it each of a thousand processes would compile what it imports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -144,6 +145,16 @@ def test_a_wrong_command_option_or_value_is_found(command: str, problem: str) ->
     (arguments,) = commands(example)
     with pytest.raises(AssertionError, match=re.escape(problem)):
         check_command(example.where, arguments)
+
+
+def test_the_drawings_are_those_of_their_script() -> None:
+    spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs/images/drawings.py")
+    assert spec is not None and spec.loader is not None
+    drawings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawings)
+    for name in drawings.DRAWINGS:
+        drawn = (ROOT / "docs/images" / f"{name}.svg").read_text(encoding="utf-8")
+        assert drawn == drawings.drawn(name), "run `python docs/images/drawings.py`"
 
 
 def test_the_page_of_the_python_api_has_every_public_name() -> None:
