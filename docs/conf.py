@@ -37,7 +37,6 @@ html_copy_source = False
 html_show_sphinx = False
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["dollarmath"]
 copybutton_prompt_text = "$ "
 copybutton_here_doc_delimiter = "EOF"
 copybutton_line_continuation_character = "\\"
