@@ -27,6 +27,7 @@ include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md", "tests/refere
 exclude_patterns = [".*", "build", "data", "dist", "runs"]
 suppress_warnings = ["misc.highlighting_failure"]  # quoted lines of a shell
 
+highlight_language = "text"  # of blocks without a language: output
 html_theme = "furo"
 html_title = f"trainwright {version}"
 html_additional_pages = {"index": "start.html"}  # leads to docs/index.html
