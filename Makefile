@@ -9,7 +9,7 @@ MINUTES ?= 30
 BIN := $(VENV)/bin
 # tests/conftest.py says how many processes there are, and which runs what.
 PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder --max-worker-restart 0 -n auto
-CODE := app clusters strategies datasets examples benchmarks tests .ci
+CODE := app clusters strategies datasets docs/conf.py docs/images examples benchmarks tests .ci
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # with it each of a thousand processes would compile what it imports
@@ -51,7 +51,7 @@ extras: setup ## install the wheel into fresh environments, one framework each, 
 	@$(BIN)/python -m pytest -m extras $(ARGS)
 
 .PHONY: check
-check: lint types imports sizes ## run all static checks
+check: lint types imports sizes docs ## run all static checks
 
 .PHONY: lint
 lint: setup ## ruff: rules and format
@@ -69,6 +69,11 @@ imports: setup links ## who may import whom
 .PHONY: sizes
 sizes: setup ## rules for the sizes of files, functions, classes and packages
 	@$(BIN)/python .ci/sizes.py
+
+# Sphinx sees the packages through links too. A link to nothing and a docstring that it cannot read are errors.
+.PHONY: docs
+docs: setup links ## build the documentation as a site, into build/docs
+	@PYTHONPATH=.typing $(BIN)/python -m sphinx -q -W --keep-going -E -c docs -d build/doctrees . build/docs
 
 .PHONY: format
 format: setup ## let ruff mend what it can

@@ -315,7 +315,7 @@ class Dataset:
         seed: int = 0,
         epoch: int = 0,
     ) -> Arrays:
-        """Some rows by number, transformed, in the order asked for: arrays (rows, *shape) by column name."""
+        """Return rows by number, transformed, in the order asked for: arrays `(rows, *shape)` by column name."""
         names = None if columns is None else tuple(columns)
         samples = np.asarray(rows, dtype=np.int64)
         if len(samples) and not (samples.min() >= 0 and samples.max() < index.rows):
