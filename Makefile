@@ -73,7 +73,7 @@ sizes: setup ## rules for the sizes of files, functions, classes and packages
 # Sphinx sees the packages through links too. A link to nothing and a docstring that it cannot read are errors.
 .PHONY: docs
 docs: setup links ## build the documentation as a site, into build/docs
-	@PYTHONPATH=.typing $(BIN)/python -m sphinx -q -W --keep-going -E -c docs -d build/doctrees . build/docs
+	@TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.typing $(BIN)/python -m sphinx -q -W --keep-going -E -c docs -d build/doctrees . build/docs
 
 .PHONY: format
 format: setup ## let ruff mend what it can
