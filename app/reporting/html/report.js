@@ -36,7 +36,7 @@
     return (plot, low, high) => {
       if (low === null || high === null) return view.log ? [0.1, 1] : [0, 1];
       if (view.log) return uPlot.rangeLog(low, high, 10, false);
-      if (view.chart.range && !zoomed(view, plot)) return view.chart.range;
+      if (view.chart.range && whole(plot)) return view.chart.range;
       if (view.chart.zero) return [Math.min(1.12 * low, 0), Math.max(1.12 * high, 1e-12)];
       return uPlot.rangeNum(low, high, 0.1, true);
     };
@@ -51,7 +51,12 @@
     };
   }
 
-  function zoomed(view, plot) {
+  function whole(plot) {
+    const [first, last] = plot.series[0].idxs; // of the points to draw; `scales.x` is still the old one here
+    return first === 0 && last === plot.data[0].length - 1;
+  }
+
+  function zoomed(plot) {
     const x = plot.data[0], {min, max} = plot.scales.x;
     return x.length > 1 && min !== undefined && min !== null && (min > x[0] || max < x[x.length - 1]);
   }
@@ -99,7 +104,7 @@
   }
 
   function draw(view) {
-    const chart = view.chart, kept = view.plot && zoomed(view, view.plot) ? {...view.plot.scales.x} : null;
+    const chart = view.chart, kept = view.plot && zoomed(view.plot) ? {...view.plot.scales.x} : null;
     if (view.plot) view.plot.destroy();
     const soft = colour("soft"), grid = {stroke: colour("grid"), width: 1};
     const axis = {stroke: soft, size: 34, font: "12px system-ui, sans-serif", grid, ticks: {...grid, size: 4}};
@@ -155,7 +160,7 @@
     view.chart = chart;
     view.section.firstChild.firstChild.data = chart.title;
     if (!same) return draw(view); // another curve, such as the first evaluation
-    const kept = zoomed(view, view.plot) ? {...view.plot.scales.x} : null;
+    const kept = zoomed(view.plot) ? {...view.plot.scales.x} : null;
     view.plot.batch(() => {
       view.plot.setData(columns(view), kept === null);
       if (kept) view.plot.setScale("x", {min: kept.min, max: kept.max});
