@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -44,7 +45,7 @@ class LivePage:
 
     def __init__(self, run: StoredRun, host: str = "127.0.0.1", port: int = 0) -> None:
         self._folder, self._reader, self._lock = run.folder, HistoryReader(run.store, run.name), threading.Lock()
-        self._read_s, self._history = -_FRESH_S, RunHistory()
+        self._read_s, self._history, self._made = -_FRESH_S, RunHistory(), dict[str, bytes]()
         self._token = "" if host in _LOOPBACK else secrets.token_urlsafe(24)
         page = self
 
@@ -83,17 +84,21 @@ class LivePage:
 
     def page(self) -> bytes:
         """Return the page. Raises StorageError."""
-        return self._render(partial(render_report, live=True))
+        return self._render("page", partial(render_report, live=True))
 
     def body(self) -> bytes:
         """Return the contents of the page. Raises StorageError."""
-        return self._render(render_report_body)
+        return self._render("body", render_report_body)
 
-    def _render(self, render: Callable[..., str]) -> bytes:
+    def _render(self, name: str, render: Callable[..., str]) -> bytes:
         with self._lock:
             if time.monotonic() - self._read_s >= _FRESH_S:
-                self._history, self._read_s = self._reader.read(), time.monotonic()
-            return render(self._history, uri=self._folder, now_s=time.time()).encode()
+                former, self._history, self._read_s = self._history, self._reader.read(), time.monotonic()
+                if self._history is not former or self._history.summary.cause is not None:  # a recovery takes longer
+                    self._made.clear()
+            if name not in self._made:
+                self._made[name] = render(self._history, uri=self._folder, now_s=time.time()).encode()
+            return self._made[name]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,11 +113,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page: /\n", "text/plain")
             return
         try:
-            self._answer(HTTPStatus.OK, contents(), "text/html")
+            found = contents()
+            tag = f'"{sha256(found).hexdigest()}"'
+            known = self.headers.get("If-None-Match") == tag
+            self._answer(HTTPStatus.NOT_MODIFIED if known else HTTPStatus.OK, b"" if known else found, "text/html", tag)
         except StorageError as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
 
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, tag: str = "") -> None:
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
@@ -122,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
+            **({"ETag": tag} if tag else {}),
         }
         for name, value in headers.items():
             self.send_header(name, value)

@@ -183,13 +183,20 @@ class HistoryReader:
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._run = store, run
         self._reader = SummaryReader(store, run)
+        self._history, self._covered = RunHistory(), dict[int, int]()
 
     def read(self) -> RunHistory:
-        """Return the history so far. It is valid until the next call. Raises StorageError."""
+        """Return the history so far, the same object while nothing is new. Raises StorageError.
+
+        It is valid until the next call.
+        """
         head = RunLog(self._store, self._run).head()
         alive = owner_alive(self._store, self._run, head)
         summary = self._reader.read()
-        return RunHistory(summary=summary, state=state_of(summary, head, alive))
+        state, covered = state_of(summary, head, alive), dict(self._reader.covered)
+        if (summary, state, covered) != (self._history.summary, self._history.state, self._covered):
+            self._history, self._covered = RunHistory(summary=summary, state=state), covered
+        return self._history
 
 
 def state_of(summary: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:

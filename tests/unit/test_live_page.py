@@ -95,6 +95,9 @@ def test_each_event_is_read_once(uri: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(type(store), "get", lambda self, path: (got.append(path), get(self, path))[1])
     with served(uri) as page:
         assert {asked(page)[0] for _ in range(3)} == {200}
+        _, headers, body = asked(page, "/body")
+        status, _, again = asked(page, "/body", **{"If-None-Match": headers["ETag"]})
+        assert body and (status, again) == (304, "")
     assert len([path for path in got if path.endswith(".jsonl")]) == 1
 
 

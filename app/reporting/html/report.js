@@ -47,6 +47,10 @@
     return (plot, low, high) => {
       if (low === null || high === null) return [0, 1];
       if (bars) return [low - 1, high + 1];
+      const x = plot.data[0], steps = data.steps;
+      if (!view.chart.x && low <= x[0] && high >= x[x.length - 1]) { // all charts of steps have one axis
+        [low, high] = [Math.min(low, steps[0]), Math.max(high, steps[steps.length - 1])];
+      }
       return low < high ? [low, high] : [low - 1, high + 1];
     };
   }
@@ -208,13 +212,16 @@
   }
 
   async function refresh(shown) {
-    const status = document.getElementById("status");
+    const status = document.getElementById("status"), headers = {"If-None-Match": shown};
+    const signal = AbortSignal.timeout(DEADLINE_MS);
     try {
-      const answer = await fetch(`body${location.search}`, {cache: "no-store", signal: AbortSignal.timeout(DEADLINE_MS)});
-      const text = await answer.text();
-      if (!answer.ok) throw new Error(text);
-      if (text !== shown) apply(text);
-      shown = text;
+      const answer = await fetch(`body${location.search}`, {cache: "no-store", headers, signal});
+      if (answer.status !== 304) { // something is new
+        const text = await answer.text();
+        if (!answer.ok) throw new Error(text);
+        apply(text);
+        shown = answer.headers.get("ETag");
+      }
       status.textContent = "";
     } catch (error) {
       status.textContent = `This page is not up to date, and tries again: ${error.message}`;
