@@ -39,7 +39,7 @@ test-all: setup ## run all tests, also those on Ray clusters and with faults; AR
 	@$(PYTEST) $(ARGS)
 
 .PHONY: hosts
-hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), and of `submit`
+hosts: setup ## run the tests of several hosts, in network namespaces (needs the rights of root), of `submit` and of pages
 	@$(PYTEST) -n 3 -m hosts $(ARGS)
 
 .PHONY: nodes

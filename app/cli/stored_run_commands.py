@@ -31,7 +31,7 @@ def show(run: _RunName, storage: Storage = "runs", as_json: AsJson = False) -> N
 def watch(
     run: _RunName,
     storage: Storage = "runs",
-    web: Annotated[bool, typer.Option("--web", help="Show it in a browser instead, as a page that reloads.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Show it in a browser instead, as a live page.")] = False,
     host: Annotated[
         str,
         typer.Option(help="With --web, listen on this address; others than this machine's need the token in the URL."),

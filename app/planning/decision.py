@@ -223,7 +223,7 @@ def _lane(found: Timeline, stage: int, top: float) -> Iterator[str]:
         for kind, same in groupby(sorted(spans, key=lambda span: span.kind), key=lambda span: span.kind):
             if kind != "idle":
                 rects = "".join(_bar(span, found, y, height) for span in same)
-                yield f'<g style="fill:{_SPAN_KINDS[kind][1]}">{rects}</g>'
+                yield f'<g fill="{_SPAN_KINDS[kind][1]}">{rects}</g>'
     yield from (
         _text((_x(span.begin_s, found) + _x(span.end_s, found)) / 2, top + 14, str(span.micro_batch), number=True)
         for span in found.lanes[stage]
@@ -255,7 +255,7 @@ def _columns(found: Timeline, stage: int, top: float, column_s: float) -> Iterat
         for kind, paths in drawn.items():
             part = sum(span.seconds for span in spans if span.kind == kind) / found.step_s
             said = f"stage {stage}, {_SPAN_KINDS[kind][0]}: {formatting.percent(part)} of the step"
-            yield f'<path style="fill:{_SPAN_KINDS[kind][1]}" d="{"".join(paths)}"><title>{said}</title></path>'
+            yield f'<path fill="{_SPAN_KINDS[kind][1]}" d="{"".join(paths)}"><title>{said}</title></path>'
 
 
 def _column_s(found: Timeline) -> float:
@@ -312,7 +312,7 @@ def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], floa
         wide = 24 + 6.9 * len(name)
         if x + wide > _WIDE:
             x, y = _LEFT, y + 20
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" rx="2.5" style="fill:{colour}"/>')
+        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" rx="2.5" fill="{colour}"/>')
         parts.append(_text(x + 17, y + 1, name))
         x += wide + 14
     return parts, y
@@ -321,8 +321,7 @@ def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], floa
 def _svg(label: str, wide: float, high: float, parts: Iterable[str]) -> str:
     return (
         f'<svg class="figure" viewBox="0 0 {wide:g} {high:g}" role="img" aria-label="{escape(label)}" '
-        f'style="width:100%;max-width:{wide:g}px;height:auto" '
-        f'font-size="12.5" font-family="inherit">{"".join(parts)}</svg>'
+        f'width="{wide:g}" font-size="12.5" font-family="inherit">{"".join(parts)}</svg>'
     )
 
 
@@ -335,9 +334,9 @@ def _text(
     x: float, y: float, said: str, *, fill: str = _INK, end: bool = False, middle: bool = False, number: bool = False
 ) -> str:
     anchor = ' text-anchor="end"' if end else ' text-anchor="middle"' if middle or number else ""
-    look = 'style="fill:var(--paper,#fff);pointer-events:none" font-size="10.5"' if number else f'style="fill:{fill}"'
+    look = 'fill="var(--paper,#fff)" pointer-events="none" font-size="10.5"' if number else f'fill="{fill}"'
     return f'<text x="{x:.1f}" y="{y:.1f}"{anchor} {look}>{escape(said)}</text>'
 
 
 def _line(x: float, y: float, to_x: float, to_y: float) -> str:
-    return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" style="stroke:{_GRID}"/>'
+    return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{_GRID}"/>'

@@ -26,7 +26,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
 from trainwright.planning.decision import compare_plans, others_table, timeline_svg
 from trainwright.reporting.html.run_charts import scaling_charts
-from trainwright.reporting.html.templates import render_template
+from trainwright.reporting.html.templates import render_page, render_template
 from trainwright.reporting.plan_view import (
     estimate_table,
     facts_table,
@@ -474,7 +474,7 @@ def _curves(answer: WhatIf) -> list[str]:
 
 def standalone_page(body: str) -> str:
     """Return the HTML of a notebook's cell as a whole page."""
-    return render_template("page.html.j2", title="trainwright plan", body=Markup(body))
+    return render_page("trainwright plan", body)
 
 
 def _memory_rows(estimate: Estimate, room_bytes: int) -> Iterator[tuple[str, str, float]]:

@@ -1,7 +1,7 @@
-"""A run as a page in the browser while it trains: its report, loaded again every two seconds.
+"""A run as a page in the browser while it trains: its report, which asks for newer contents every second.
 
-Reads storage only. Other machines need a token. A page of this machine is served to its own names alone, so that no
-other site can read it through the browser (DNS rebinding).
+`/` is the page, `/body` its contents. Reads storage only, and each event once. Other machines need a token. A page of
+this machine is served to its own names alone, so that no other site can read it through the browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import hmac
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from trainwright.core.errors import ResourceError, StorageError
-from trainwright.reporting.html.run_report import render_report
+from trainwright.reporting.html.run_report import render_report, render_report_body
+from trainwright.reporting.html.templates import report_policy
+from trainwright.reporting.run_history import HistoryReader, RunHistory
 from trainwright.reporting.stored_run import StoredRun
 
-REFRESH_S = 2.0
+_FRESH_S = 0.5  # what was read is as new as this: several viewers cost as much as one
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -39,8 +44,8 @@ class LivePage:
     """
 
     def __init__(self, run: StoredRun, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._run, self._lock = run, threading.Lock()
-        self._made_s, self._page, self._ended = -REFRESH_S, b"", False
+        self._folder, self._reader, self._lock = run.folder, HistoryReader(run.store, run.name), threading.Lock()
+        self._read_s, self._history, self._made = -_FRESH_S, RunHistory(), dict[str, bytes]()
         self._token = "" if host in _LOOPBACK else secrets.token_urlsafe(24)
         page = self
 
@@ -77,14 +82,23 @@ class LivePage:
             return hmac.compare_digest(given.encode(), self._token.encode())
         return urlsplit(f"//{host}").hostname in _LOOPBACK
 
-    def page(self) -> tuple[bytes, bool]:
-        """Return the page, at most two seconds old, and whether the run has ended. Raises StorageError."""
+    def page(self) -> bytes:
+        """Return the page. Raises StorageError."""
+        return self._render("page", partial(render_report, live=True))
+
+    def body(self) -> bytes:
+        """Return the contents of the page. Raises StorageError."""
+        return self._render("body", render_report_body)
+
+    def _render(self, name: str, render: Callable[..., str]) -> bytes:
         with self._lock:
-            if not self._ended and time.monotonic() - self._made_s >= REFRESH_S:
-                history = self._run.read()
-                self._page = render_report(history, uri=self._run.folder, now_s=time.time()).encode()
-                self._ended, self._made_s = history.state != "running", time.monotonic()
-            return self._page, self._ended
+            if time.monotonic() - self._read_s >= _FRESH_S:
+                former, self._history, self._read_s = self._history, self._reader.read(), time.monotonic()
+                if self._history is not former or self._history.summary.cause is not None:  # a recovery takes longer
+                    self._made.clear()
+            if name not in self._made:
+                self._made[name] = render(self._history, uri=self._folder, now_s=time.time()).encode()
+            return self._made[name]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,26 +108,29 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.live.admits(self.path, self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"open the address that `trainwright watch` printed\n", "text/plain")
             return
-        if urlsplit(self.path).path != "/":
+        contents = {"/": self.live.page, "/body": self.live.body}.get(urlsplit(self.path).path)
+        if contents is None:
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page: /\n", "text/plain")
             return
         try:
-            page, ended = self.live.page()
+            found = contents()
+            tag = f'"{sha256(found).hexdigest()}"'
+            known = self.headers.get("If-None-Match") == tag
+            self._answer(HTTPStatus.NOT_MODIFIED if known else HTTPStatus.OK, b"" if known else found, "text/html", tag)
         except StorageError as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain", refresh=True)
-            return
-        self._answer(HTTPStatus.OK, page, "text/html", refresh=not ended)
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
 
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str, *, refresh: bool = False) -> None:
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, tag: str = "") -> None:
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(body)),
+            "Content-Security-Policy": f"{report_policy(live=True)}; frame-ancestors 'none'",
             "Cache-Control": "no-store",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
-            **({"Refresh": f"{REFRESH_S:g}"} if refresh else {}),
+            **({"ETag": tag} if tag else {}),
         }
         for name, value in headers.items():
             self.send_header(name, value)

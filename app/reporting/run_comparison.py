@@ -66,11 +66,9 @@ class RunComparison:
 
     def page(self) -> str:
         """Return charts, figures and differences as an HTML page without scripts."""
-        from markupsafe import Markup
+        from trainwright.reporting.html.templates import render_page
 
-        from trainwright.reporting.html.templates import render_template
-
-        return render_template("page.html.j2", title="trainwright compare", body=Markup(self._repr_html_()))
+        return render_page("trainwright compare", self._repr_html_())
 
     def __repr__(self) -> str:
         return f"RunComparison({', '.join(self.details)})"
@@ -160,7 +158,7 @@ def _by_time(history: RunHistory) -> list[tuple[float, float]]:
 
 
 def _losses(history: RunHistory) -> list[float]:
-    from trainwright.reporting.html.run_charts import smooth
+    from trainwright.reporting.html.chart_data import smooth
 
     return smooth([record.loss for record in history.records], max(3, len(history.records) // 25))
 

@@ -17,7 +17,7 @@ from trainwright.core.events import (
 from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.plan import Estimate, Plan
 from trainwright.reporting.utilization import UtilizationMeter
-from trainwright.storage.event_files import EventReader, read_run_summary
+from trainwright.storage.event_files import EventReader, SummaryReader
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, owner_alive
 from trainwright.storage.run_summary import (
@@ -174,10 +174,29 @@ class RunHistory:
 
 def read_history(store: Store, run: str) -> RunHistory:
     """Read the history of a run from storage. Raises StorageError."""
-    head = RunLog(store, run).head()
-    alive = owner_alive(store, run, head)
-    summary = read_run_summary(store, run)
-    return RunHistory(summary=summary, state=state_of(summary, head, alive))
+    return HistoryReader(store, run).read()
+
+
+class HistoryReader:
+    """Reads the history of a run from storage. Call `read` again for a newer one: each event is read once."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._reader = SummaryReader(store, run)
+        self._history, self._covered = RunHistory(), dict[int, int]()
+
+    def read(self) -> RunHistory:
+        """Return the history so far, the same object while nothing is new. Raises StorageError.
+
+        It is valid until the next call.
+        """
+        head = RunLog(self._store, self._run).head()
+        alive = owner_alive(self._store, self._run, head)
+        summary = self._reader.read()
+        state, covered = state_of(summary, head, alive), dict(self._reader.covered)
+        if (summary, state, covered) != (self._history.summary, self._history.state, self._covered):
+            self._history, self._covered = RunHistory(summary=summary, state=state), covered
+        return self._history
 
 
 def state_of(summary: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:

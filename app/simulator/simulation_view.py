@@ -21,7 +21,7 @@ from rich.text import Text
 from trainwright.core import formatting
 from trainwright.core.topology import StalenessCounts
 from trainwright.reporting.html.run_charts import curves_chart
-from trainwright.reporting.html.templates import render_template
+from trainwright.reporting.html.templates import render_page, render_template
 from trainwright.simulator.event_simulator import SimulationResult
 
 _SHOWN = 1.25  # times the least loss that a run of `sync`, or the first, comes to: the target
@@ -205,7 +205,7 @@ def as_page(outcomes: Sequence[SimulationResult]) -> str:
         numbers=_NUMBER_COLUMNS,
         sentences=_sentences(outcomes),
     )
-    return render_template("page.html.j2", title="trainwright simulate", body=Markup(body))
+    return render_page("trainwright simulate", body)
 
 
 def _drawn(name: str, curves: dict[str, list[tuple[float, float]]], xlabel: str, *, log: bool) -> Markup:

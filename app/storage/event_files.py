@@ -250,20 +250,39 @@ class _StoredSummary(NamedTuple):
 
 def read_run_summary(store: Store, run: str) -> RunSummary:
     """Return the summary of all events of a run. Raises StorageError."""
-    return _read_summary(store, run).summary
+    return SummaryReader(store, run).read()
 
 
-def _read_summary(store: Store, run: str) -> _StoredSummary:
-    """Return the summary of all events, and the batches it covers. Raises StorageError."""
-    stored = _stored(store, run, SUMMARY_FILE)
-    reader = EventReader(store, run, stored.covered)
-    newest = max(stored.covered, default=0)
-    for batch in reader.batches():
-        if batch.token < newest:  # a late batch of an older driver belongs before later ones
-            return _summarize_all(store, run)
-        for event in _parse_batch(batch):
-            stored.summary.add(event)
-    return _StoredSummary(stored.summary, reader.covered)
+class SummaryReader:
+    """The summary of a run's events. Call `read` again to add newer ones: each event is read once.
+
+    Attributes:
+        covered: by token, the number of the first batch that is not part of the summary.
+    """
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._summary: RunSummary | None = None
+        self.covered: Mapping[int, int] = {}
+
+    def read(self) -> RunSummary:
+        """Return the summary of all events, the same object at each call. Raises StorageError."""
+        if self._summary is None:
+            self._summary, self.covered = _stored(self._store, self._run, SUMMARY_FILE)
+        reader = EventReader(self._store, self._run, self.covered)
+        newest = max(self.covered, default=0)
+        try:
+            for batch in reader.batches():
+                if batch.token < newest:  # a late batch of an older driver belongs before later ones
+                    self._summary, self.covered = _summarize_all(self._store, self._run)
+                    return self._summary
+                for event in _parse_batch(batch):
+                    self._summary.add(event)
+        except BaseException:
+            self._summary, self.covered = None, {}  # it may have a part of a batch
+            raise
+        self.covered = reader.covered
+        return self._summary
 
 
 def read_brief_summary(store: Store, run: str) -> RunSummary:
@@ -318,7 +337,8 @@ class EventCompactor:
         files = _files_to_read(self._trusted(find_event_files(self._store, self._run)), {})
         for loose in _consecutive_files([file for file in files if not file.packed]):
             self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
-        summary, covered = _read_summary(self._store, self._run)
+        reader = SummaryReader(self._store, self._run)
+        summary, covered = reader.read(), reader.covered
         for name, part in ((SUMMARY_FILE, summary), (BRIEF_FILE, summary.brief)):
             told = {"covered": covered, "folded": part.facts()}
             self._store.put(events_folder(self._run) + name, json.dumps(told, separators=(",", ":")).encode())

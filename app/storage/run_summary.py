@@ -34,6 +34,7 @@ from trainwright.core.events import (
     Placed,
     Prefetched,
     Probed,
+    Promoted,
     Replanned,
     RunEnded,
     RunStarted,
@@ -280,11 +281,14 @@ class _DriverSession:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RecoveryRecord:
-    """A rendezvous after a failure. `failure` is the first cause; None where no cause was reported."""
+class RecoveryRecord:
+    """A rendezvous after a failure. Times are in seconds since the epoch, 0 where they are not known."""
 
     formed: Formed
-    failure: Failed | None = None
+    failure: Failed | None = None  # the first cause; None where no cause was reported
+    arrivals: tuple[Placed | Promoted, ...] = ()  # processes that started or took a rank before the rendezvous
+    last_step_s: float = 0.0  # when the driver heard of the last step before the failure
+    first_step_s: float = 0.0  # end of the first step after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,10 +397,12 @@ _EventKind = TypeVar("_EventKind", bound=Event)
 RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
-_FORMAT = 2  # of stored facts; increased where the same events give another summary
+_MOST_LINES, _MOST_ARRIVALS = 200, 32
+_FORMAT = 3  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
-_LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
-_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers")
+_LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale", "newest", "arrivals")
+_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers", "last_step_s")
+_NO_LINE = (Steps, Kept, Measured, Prefetched, Stale, Stacks, MemoryMeasured)
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -432,6 +438,9 @@ class RunSummary:
         judged: the newest comparison of students with their teachers; None where there is none.
         formed: whether the current session had a rendezvous.
         cause: the first failure since the newest rendezvous.
+        arrivals: processes that started or took a rank since that failure, at most 32: the first ones and the newest.
+        newest: the newest 200 events that `logs` has a line for, without steps, in-memory checkpoints and measurements.
+        last_step_s: when the driver heard of the newest step before that failure.
         workers: at the newest rendezvous, without servers.
         told: the newest step of the newest `Steps` event; 0 for none.
         steps_lost: completed steps that had to be repeated.
@@ -444,7 +453,7 @@ class RunSummary:
         self.steps = StepTable(most_rows)
         self.evaluations: dict[int, Evaluated] = {}
         self.failures: list[Failed] = []
-        self.recoveries: list[_RecoveryRecord] = []
+        self.recoveries: list[RecoveryRecord] = []
         self.resumes: list[Formed] = []
         self.skipped: list[CheckpointSkipped] = []
         self.notes: list[Noted] = []
@@ -462,19 +471,27 @@ class RunSummary:
         self.traces: dict[str, TraceWritten] = {}
         self.formed = False
         self.cause: Failed | None = None
+        self.arrivals: list[Placed | Promoted] = []
+        self.newest: list[Event] = []
+        self.last_step_s = 0.0
         self.step = self.told = self.steps_lost = self.workers = 0
         self.last_s = 0.0
 
     def add(self, event: Event) -> None:
         """Add one event."""
         self.last_s = max(self.last_s, event.time_s)
+        self._add(event)
+        if not isinstance(event, _NO_LINE):
+            self.newest = [*self.newest[1 - _MOST_LINES :], _short(event)]
+
+    def _add(self, event: Event) -> None:
         match event:
             case RunStarted():
                 self._started(event)
             case Waiting():
                 self.waiting = event
-            case Placed():
-                self.processes[event.worker] = event
+            case Placed() | Promoted():
+                self._arrived(event)
             case Formed():
                 self._formed(event)
             case Steps():
@@ -530,6 +547,7 @@ class RunSummary:
             self.memory = None
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
+        self.arrivals, self.last_step_s = [], 0.0
         self.time.sessions.append(_DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
 
     def _replanned(self, event: Replanned | Probed) -> None:
@@ -554,7 +572,11 @@ class RunSummary:
         self.stale = [item for item in self.stale if item.step <= event.step]
         self.steps_lost += max(event.steps_lost, lost)
         if self.formed:
-            self.recoveries.append(_RecoveryRecord(formed=event, failure=self.cause))
+            self.recoveries.append(
+                RecoveryRecord(
+                    formed=event, failure=self.cause, arrivals=tuple(self.arrivals), last_step_s=self.last_step_s
+                )
+            )
             self.time.recovery_s += event.seconds
         else:
             sessions = self.time.sessions
@@ -562,13 +584,32 @@ class RunSummary:
             if event.source == "checkpoint" or event.step:
                 self.resumes.append(event)
         self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
+        self.arrivals, self.last_step_s = [], 0.0
         self.nodes, self.workers = event.nodes, event.workers
+
+    def _arrived(self, event: Placed | Promoted) -> None:
+        if isinstance(event, Placed):
+            self.processes[event.worker] = event
+        elif event.worker in self.processes:
+            self.processes[event.worker] = replace(self.processes[event.worker], spare=False)
+        if self.cause is not None:
+            self.arrivals = [*self.arrivals[: _MOST_ARRIVALS - 1], event]
 
     def _add_steps(self, event: Steps) -> None:
         self.waiting = None
+        if event.step and self.cause is None:
+            self._time_first_step(event)
+            self.last_step_s = event.time_s
         self.steps.add(event, [epoch_of(step, self.start.steps_per_epoch) for step in event.step])
         if event.step:
             self.step = self.told = event.step[-1]
+
+    def _time_first_step(self, event: Steps) -> None:
+        """Note when the first step after the newest recovery ended; an event has the time of its last step alone."""
+        if self.recoveries and not self.last_step_s and not self.recoveries[-1].first_step_s:
+            recovery = self.recoveries[-1]
+            end_s = max(event.time_s - math.fsum(event.step_s[1:]), recovery.formed.time_s)
+            self.recoveries[-1] = replace(recovery, first_step_s=end_s)
 
     def _add_staleness(self, event: Stale) -> None:
         self.stale.append(event)
@@ -601,7 +642,7 @@ class RunSummary:
             "format": _FORMAT,
             "steps": self.steps.facts(),
             "evaluations": [event.to_json() for event in self.evaluations.values()],
-            "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
+            "recoveries": [_recovery_facts(recovery) for recovery in self.recoveries],
             **asdict(self.time),
             "processes": [event.to_json() for event in self.processes.values()],
             "traces": [event.to_json() for event in self.traces.values()],
@@ -647,9 +688,7 @@ class RunSummary:
         found.traces = {event.path: event for event in _events(facts["traces"], TraceWritten)}
         found.time = _TimeAccount.of(facts)
         found.nodes = escape_control_characters(dict(facts["nodes"]))
-        for formed, failure in facts["recoveries"]:
-            cause = _events([failure], Failed)[0] if failure else None
-            found.recoveries.append(_RecoveryRecord(formed=_events([formed], Formed)[0], failure=cause))
+        found.recoveries = [_recovery(each) for each in facts["recoveries"]]
         for name in _LISTS:
             setattr(found, name, _events(facts[name], Event))
         for name in _SINGLE:
@@ -657,6 +696,35 @@ class RunSummary:
         for name in _NUMBERS:
             setattr(found, name, facts[name])
         return found
+
+
+def _short(event: Event) -> Event:
+    """Return the event without what only the report of the run needs: of a driver's start, its first line is left."""
+    if isinstance(event, RunStarted):
+        return replace(event, job={}, plan={}, rejected=[], timeline="", versions={}, dashboard={})
+    if isinstance(event, Judged):
+        return replace(event, verdict={})
+    return replace(event, detail="") if isinstance(event, Failed) else event
+
+
+def _recovery_facts(recovery: RecoveryRecord) -> dict[str, Any]:
+    return {
+        "formed": recovery.formed.to_json(),
+        "failure": recovery.failure.to_json() if recovery.failure else None,
+        "arrivals": [event.to_json() for event in recovery.arrivals],
+        "last_step_s": recovery.last_step_s,
+        "first_step_s": recovery.first_step_s,
+    }
+
+
+def _recovery(facts: Mapping[str, Any]) -> RecoveryRecord:
+    return RecoveryRecord(
+        formed=_events([facts["formed"]], Formed)[0],
+        failure=_events([facts["failure"]], Failed)[0] if facts["failure"] else None,
+        arrivals=tuple(event for event in _events(facts["arrivals"], Event) if isinstance(event, Placed | Promoted)),
+        last_step_s=facts["last_step_s"],
+        first_step_s=facts["first_step_s"],
+    )
 
 
 def _events(lines: Sequence[str], kind: type[_EventKind]) -> list[_EventKind]:

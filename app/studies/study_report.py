@@ -17,7 +17,7 @@ from rich.text import Text
 from trainwright.core import formatting
 from trainwright.core.events import Evaluated
 from trainwright.reporting.html.run_charts import Band, bands_chart
-from trainwright.reporting.html.templates import render_template
+from trainwright.reporting.html.templates import render_page, render_template
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import RunView
 from trainwright.storage.run_summary import staleness_of
@@ -136,7 +136,7 @@ class StudyReport:
             numbers=headings[1:],
             sentences=self._sentences(),
         )
-        return render_template("page.html.j2", title=f"trainwright study {self.kind}", body=Markup(body))
+        return render_page(f"trainwright study {self.kind}", body)
 
     def _value(self, history: RunHistory) -> float:
         return history.samples_per_s if self.kind == "scaling" else history.metrics.get(self.metric, math.nan)

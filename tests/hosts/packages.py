@@ -1,4 +1,4 @@
-"""Debian packages that the test hosts have and this machine may lack, unpacked into a folder: nothing is installed."""
+"""Debian packages that tests need and this machine may lack, unpacked into a folder: nothing is installed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-PACKAGES = ("openssh-server", "rsync", "munge", "slurmctld", "slurmd", "slurm-client")
+HOSTS = ("openssh-server", "rsync", "munge", "slurmctld", "slurmd", "slurm-client")
+BROWSER = ("chromium", "chromium-common", "fonts-dejavu-core")
 COMMAND_S = 180.0
 # What the packages' own scripts would choose by update-alternatives.
 ALTERNATIVES = "-wlm"
 
 
-def unpacked(folder: Path) -> Path:
+def unpacked(folder: Path, packages: tuple[str, ...] = HOSTS) -> Path:
     """A folder with a `usr` that holds the packages and all they depend on; made once, by apt, in `folder`."""
-    home = folder / "-".join(PACKAGES)
+    home = folder / "-".join(packages)
     if not home.is_dir():
-        assert shutil.which("apt-get"), f"the test hosts need the Debian packages {', '.join(PACKAGES)}, and apt-get"
+        assert shutil.which("apt-get"), f"tests need the Debian packages {', '.join(packages)}, and apt-get"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as name:
-            _unpack(_fetched(Path(name)), Path(name) / "whole")
+            _unpack(_fetched(Path(name), packages), Path(name) / "whole")
             try:
                 (Path(name) / "whole").rename(home)
             except OSError:
@@ -29,23 +30,20 @@ def unpacked(folder: Path) -> Path:
     return home
 
 
-def _fetched(folder: Path) -> list[Path]:
+def _fetched(folder: Path, packages: tuple[str, ...]) -> list[Path]:
     """Package files: those that are installed already are among them, so that the folder stands for itself."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     own = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache", "-o", "Debug::NoLocking=1"]
     quiet = ["-o", "APT::Sandbox::User=", "--yes", "--no-install-recommends", "--download-only"]
     _apt("update", *own, "-o", "APT::Sandbox::User=")
-    _apt("install", "--reinstall", *quiet, *own, *PACKAGES)
+    _apt("install", "--reinstall", *quiet, *own, *packages)
     return [*(folder / "cache" / "archives").glob("*.deb")]
 
 
 def _apt(*arguments: str) -> None:
     done = subprocess.run(["apt-get", *arguments], capture_output=True, text=True, timeout=COMMAND_S)
-    assert done.returncode == 0, (
-        f"the test hosts need the Debian packages {', '.join(PACKAGES)}, and apt-get {arguments[0]} fetched none: "
-        f"{done.stderr}"
-    )
+    assert done.returncode == 0, f"tests need Debian packages, and apt-get {' '.join(arguments)} failed: {done.stderr}"
 
 
 def _unpack(files: list[Path], home: Path) -> None:

@@ -1,8 +1,9 @@
-"""The page of a run in the browser: who is admitted, what is served, and when it stops to reload."""
+"""The server of the page of a run: who is admitted, and what is served."""
 
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from trainwright.core import events
 from trainwright.core.errors import ResourceError, StorageError
 from trainwright.reporting import live_page
 from trainwright.reporting.live_page import LivePage
-from trainwright.reporting.stored_run import StoredRun
+from trainwright.reporting.run_history import HistoryReader
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 
@@ -55,38 +56,56 @@ def uri() -> str:
     return where
 
 
-def test_the_page_reloads_with_what_is_new_until_the_run_ends(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page, "REFRESH_S", 0.0)
+def test_the_page_and_its_newer_contents(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "_FRESH_S", 0.0)
     with served(uri) as page:
         status, headers, body = asked(page)
-        assert (status, headers["Refresh"], headers["Content-Type"]) == (200, "0", "text/html; charset=utf-8")
-        assert "running" in body and "killed by SIGKILL" not in body
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert "running" in body and "data-live" in body and "killed by SIGKILL" not in body
+        (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', body)
+        assert headers["Content-Security-Policy"] == f"{policy}; frame-ancestors 'none'"
+        assert "connect-src 'self'" in policy
         log = RunLog(open_store(uri), "demo")
         head = log.head()
         assert head is not None
         log.release(head.token, "stopped")
         record(uri, whole_run()[1:], outcome="done")
-        status, headers, body = asked(page)
-        assert status == 200 and headers["Refresh"] is None and "killed by SIGKILL" in body
+        status, headers, body = asked(page, "/body")
+        assert status == 200 and "killed by SIGKILL" in body and "<html" not in body and '"state":"done"' in body
         read = Balance()
         read.feed(body)
-        assert read.open == [] and "script" not in read.tags
-        assert all(target.startswith("#") for target in read.fetched)
+        assert read.open == [] and all(target.startswith("#") for target in read.fetched)
 
 
 def test_many_viewers_cost_one_reading(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     readings: list[int] = []
-    read = StoredRun.read
-    monkeypatch.setattr(StoredRun, "read", lambda self: (readings.append(1), read(self))[1])
+    read = HistoryReader.read
+    monkeypatch.setattr(live_page, "_FRESH_S", 60.0)
+    monkeypatch.setattr(HistoryReader, "read", lambda self: (readings.append(1), read(self))[1])
     with served(uri) as page:
-        assert {asked(page)[0] for _ in range(5)} == {200}
+        assert {asked(page, path)[0] for path in ["/", "/body"] * 3} == {200}
     assert len(readings) == 1
+
+
+def test_each_event_is_read_once(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "_FRESH_S", 0.0)
+    store = open_store(uri)
+    got: list[str] = []
+    get = type(store).get
+    monkeypatch.setattr(type(store), "get", lambda self, path: (got.append(path), get(self, path))[1])
+    with served(uri) as page:
+        assert {asked(page)[0] for _ in range(3)} == {200}
+        _, headers, body = asked(page, "/body")
+        status, _, again = asked(page, "/body", **{"If-None-Match": headers["ETag"]})
+        assert body and (status, again) == (304, "")
+    assert len([path for path in got if path.endswith(".jsonl")]) == 1
 
 
 def test_other_names_of_this_machine_are_refused(uri: str) -> None:
     with served(uri) as page:
         assert asked(page, Host="evil.example")[0] == 403
         assert asked(page, Host=f"localhost:{urlsplit(page.url).port}")[0] == 200
+        assert asked(page, "/body", Host="evil.example")[0] == 403
         assert asked(page, "/runs")[0] == 404
         assert asked(page, method="POST")[0] == 501
 
@@ -95,20 +114,20 @@ def test_other_machines_need_the_token(uri: str) -> None:
     before = [*open_store(uri).list()]
     with served(uri, "0.0.0.0") as page:
         assert asked(page, Host="cluster.example")[0] == 200
-        for path in ("/", "/?token=", "/?token=wrong", "/?token=%C3%A4"):
+        for path in ("/", "/body", "/?token=", "/body?token=wrong", "/?token=%C3%A4"):
             status, _, body = asked(page, path)
             assert status == 403 and "demo" not in body
     assert [*open_store(uri).list()] == before, "nothing is written"
 
 
-def test_a_store_that_cannot_be_read_is_said_and_tried_again(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: StoredRun) -> None:
+def test_a_store_that_cannot_be_read_is_said(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: HistoryReader) -> None:
         raise StorageError("cannot reach the store", remedy="check the address")
 
-    monkeypatch.setattr(StoredRun, "read", fail)
+    monkeypatch.setattr(HistoryReader, "read", fail)
     with served(uri) as page:
-        status, headers, body = asked(page)
-    assert (status, headers["Refresh"]) == (503, "2") and "-> check the address" in body
+        status, _, body = asked(page, "/body")
+    assert status == 503 and "-> check the address" in body
 
 
 def test_a_port_in_use_is_said(uri: str) -> None:

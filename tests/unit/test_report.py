@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from dataclasses import replace
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,13 +24,16 @@ from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.callbacks import encode_image
 from trainwright.core.errors import StorageError
-from trainwright.reporting.html.run_charts import smooth
-from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
-from trainwright.reporting.html.templates import render_template, sanitized_svg
+from trainwright.reporting.html.chart_data import smooth
+from trainwright.reporting.html.recovery_timeline import recoveries, run_segments
+from trainwright.reporting.html.report_file import ReportListener
+from trainwright.reporting.html.run_report import render_report, step_bars, summary_html, time_parts
+from trainwright.reporting.html.templates import render_page, report_policy, sanitized_svg
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
+from trainwright.storage.run_summary import RunSummary
 from trainwright.tracking import listeners
 from trainwright.tracking.listeners import TensorBoardWriter
 
@@ -45,18 +52,24 @@ CASES: dict[str, list[events.Event]] = {
 }
 
 
+def data_of(html: str) -> dict[str, Any]:
+    """The values that the script of the page draws."""
+    data: dict[str, Any] = json.loads(html.split('id="run-data">')[1].split("</script>")[0])
+    return data
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
     html = render_report(RunHistory.fold(CASES[case]), **FACTS)
     page = Balance()
     page.feed(html)
     assert page.open == []
-    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert "link" not in page.tags and "img" not in page.tags and " style=" not in html.split("<script>")[0]
     assert all(target.startswith("#") for target in page.fetched)
     assert {target[1:] for target in page.fetched} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
-    assert len(html) < 300_000
-    said = re.sub(r"<[^>]*>", " ", html.split("</style>")[1])
+    assert len(html) < 200_000
+    said = re.sub(r"<script.*?</script>|<[^>]*>", " ", html.split("</style>")[2], flags=re.DOTALL)
     assert ("nan" in said.split()) == (case == "nan")
 
 
@@ -74,13 +87,26 @@ def test_says_what_a_reader_looks_for() -> None:
 
 def test_logged_values_have_a_chart_each() -> None:
     logging = replace(stepped([21, 22], time_s=140), logged={"kl<1>": [-0.5, float("nan")]})
-    assert "kl&lt;1&gt;" in render_report(RunHistory.fold([*whole_run(), logging]), **FACTS)
+    charts = data_of(render_report(RunHistory.fold([*whole_run(), logging]), **FACTS))["charts"]
+    (chart,) = [chart for chart in charts if chart["title"] == "kl<1>"]
+    assert chart["tables"] == [["steps", [*[None] * 20, -0.5, None]]]
 
 
 def test_what_comes_from_the_job_is_escaped() -> None:
     html = render_report(RunHistory.fold([*whole_run()[:9], FAILED]), **FACTS)
-    assert "&lt;script&gt;" in html and "<script" not in html
+    assert "&lt;script&gt;" in html and "<script>alert" not in html
     assert "&lt;shapes&gt;" in html
+
+
+def test_no_name_ends_the_data() -> None:
+    hostile = "</script><script>alert(1)</script>\u2028<!--"
+    logging = replace(stepped([21], time_s=140), logged={hostile: [0.5]})
+    judged = events.Evaluated(time_s=141, step=21, metrics={hostile: 1.0})
+    html = render_report(RunHistory.fold([replace(started(), run=hostile), *whole_run()[1:], logging, judged]), **FACTS)
+    assert html.count("<script") == 3 and "<!--" not in html and "\u2028" not in html.split("run-data")[1]
+    data = data_of(html)
+    assert data["title"] == f"{hostile}: done"
+    assert hostile in {chart["title"] for chart in data["charts"]}
 
 
 def test_an_interrupted_run_names_its_remedy() -> None:
@@ -88,8 +114,13 @@ def test_an_interrupted_run_names_its_remedy() -> None:
 
 
 def test_a_long_run_stays_small() -> None:
-    long = [started(total=30_000), events.Formed(time_s=101), stepped(range(1, 30_001), time_s=3000)]
-    assert len(render_report(RunHistory.fold(long), **FACTS)) < 300_000
+    long = [started(total=1_000_000), events.Formed(time_s=101)]
+    logged = {f"value {number}": [number / 7] * 50_000 for number in range(12)}
+    for first in range(1, 1_000_000, 50_000):
+        long.append(replace(stepped(range(first, first + 50_000), time_s=101 + first / 10), logged=logged))
+    html = render_report(RunHistory.fold(long), **FACTS)
+    assert len(html) < 600_000
+    assert 900 <= len(data_of(html)["steps"]) <= 2001
 
 
 def test_the_same_history_gives_the_same_page() -> None:
@@ -309,7 +340,92 @@ def test_what_is_no_drawing_is_left_out() -> None:
         assert sanitized_svg(none) == ""
 
 
-def test_every_page_forbids_scripts_and_fetching() -> None:
-    policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
-    assert policy in render_report(RunHistory.fold(whole_run()), **FACTS)
-    assert policy in render_template("page.html.j2", title="any other", body="")
+def test_every_page_forbids_all_but_its_own_styles_and_scripts() -> None:
+    report = render_report(RunHistory.fold(whole_run()), **FACTS)
+    other = render_page("any other", "<style>p { margin: 0; }</style><p>text</p>")
+    for html, scripts in ((report, 2), (other, 0)):
+        (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
+        assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
+        assert ("script-src" in policy, "connect-src" in policy) == (scripts > 0, False)
+        blocks = re.findall(r"<(?:style|script)>(.*?)</(?:style|script)>", html, re.DOTALL)
+        assert len(blocks) == 2 + scripts
+        hashes = {b64encode(sha256(block.encode()).digest()).decode() for block in blocks}
+        assert hashes == set(re.findall("'sha256-([^']*)'", policy))
+    assert "; connect-src 'self';" in report_policy(live=True)
+
+
+def test_the_copy_of_uplot_is_the_published_one() -> None:
+    """Version 1.6.32 of the npm package `uplot`, whose files are not changed."""
+    folder = files("trainwright.reporting.html") / "uplot"
+    assert {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()} == {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+    assert (
+        files("trainwright.reporting.html")
+        .joinpath("uplot/uPlot.iife.min.js")
+        .read_text()
+        .startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    )
+
+
+# --- timeline of recoveries -------------------------------------------------------------------------------------------
+
+
+def recovering() -> list[events.Event]:
+    """A run whose rank 1 is killed at 107.3 and whose standby has its rank at 107.4."""
+    return [
+        *whole_run()[:9],
+        events.Promoted(time_s=107.4, worker=2, rank=1, node="node-b"),
+        events.Placed(time_s=107.5, worker=3, node="node-b", pid=14, spare=True),
+    ]
+
+
+def test_a_recovery_that_lasts_is_drawn_to_now() -> None:
+    history = RunHistory.fold(recovering())
+    (drawn,) = recoveries(history, now_s=110.3)
+    assert (drawn.title, drawn.ended) == ("rank 1 (node-a) failed at step 12", False)
+    assert [(each.name, round(each.after_s, 6)) for each in drawn.milestones] == [
+        ("failure detected", 0.0), ("spare joined", 0.1), ("recovering", 3.0),
+    ]  # fmt: skip
+    assert drawn.summary == "recovering for 3.0 s"
+    assert sum(segment.width for segment in drawn.segments) == pytest.approx(100)
+    html = render_report(history, uri="", now_s=110.3)
+    assert "Now: recovering from the failure of rank 1, node-a: killed by SIGKILL" in html
+
+
+def test_a_recovery_has_its_moments_and_durations() -> None:
+    lost = [*recovering(), *whole_run()[9:]]
+    lost[8] = replace(lost[8], time_s=107.8)  # type: ignore[type-var]
+    lost[9] = replace(lost[9], time_s=107.9)  # type: ignore[type-var]
+    history = RunHistory.fold(lost)
+    (drawn,) = recoveries(history, now_s=1000.0)
+    assert [(each.name, round(each.after_s, 6)) for each in drawn.milestones] == [
+        ("last step", -0.5), ("failure detected", 0.0), ("spare joined", 0.1), ("resumed", 1.5), ("first step", 1.6),
+    ]  # fmt: skip
+    assert drawn.summary == "1.6 s from detection to first step, 2 steps lost" and drawn.ended
+    strip = run_segments(history, now_s=1000.0)
+    assert [(segment.left, round(segment.width, 3)) for segment in strip[:1]] == [(0.0, 100.0)]
+    assert strip[1].colour == "bad" and 50 < strip[1].left < 80
+
+
+def test_what_recoveries_need_is_stored() -> None:
+    for count in range(len(whole_run()) + 1):
+        whole = RunSummary()
+        for event in [*recovering(), *whole_run()[9:]][:count]:
+            whole.add(event)
+        again = RunSummary.of(json.loads(json.dumps(whole.facts())))
+        assert again.facts() == whole.facts()
+        kept = [recoveries(RunHistory(summary=each), 200.0) for each in (whole, again)]
+        assert kept[0] == kept[1]
+
+
+def test_a_run_keeps_its_newest_messages() -> None:
+    summary = RunSummary()
+    for number in range(500):
+        summary.add(events.Printed(time_s=number, rank=0, line=f"line {number}"))
+        summary.add(stepped([number + 1], time_s=number))
+    assert len(summary.newest) == 200 and summary.newest[-1] == events.Printed(time_s=499, rank=0, line="line 499")
+    html = render_report(RunHistory(summary=summary), **FACTS)
+    assert "[rank 0] line 499" in html and "line 299<" not in html

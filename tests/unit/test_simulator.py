@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.support.sample_run import stepped
 from trainwright.cli.main import app
 from trainwright.core.errors import PlanError
 from trainwright.core.events import Formed, Stale
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer, WorkUnit
-from trainwright.reporting.html.run_charts import staleness_chart
+from trainwright.reporting.html.chart_data import chart_data
 from trainwright.reporting.run_history import RunHistory
 from trainwright.simulator.event_simulator import (
     ComputedPush,
@@ -175,5 +176,7 @@ def test_a_run_tells_how_stale_it_was() -> None:
     assert found.counts == {0: 4, 3: 16, 5: 4} and (found.dropped, found.again) == (1, 2), "what was lost is not told"
     text = staleness_text(found)
     assert text == "mean 2.8 updates, at most 5; 1 push dropped, 2 units handed out again"
-    assert staleness_chart(history).startswith("<svg") and "mean 2.8" in staleness_chart(history)
-    assert staleness_text(staleness_of(())) == "" and staleness_chart(RunHistory()) == ""
+    history = RunHistory.fold([*told, stepped([21], time_s=1)])
+    chart = chart_data(history)["charts"][-1]
+    assert "mean 2.8 updates" in chart["title"] and chart["tables"] == [[[0, 3, 5], [16.6667, 66.6667, 16.6667]]]
+    assert staleness_text(staleness_of(())) == "" and chart_data(RunHistory())["charts"] == []

@@ -1,7 +1,8 @@
-"""Charts of a run as SVG, for pages that set the colours.
+"""Charts as SVG, for pages that set the colours.
 
-matplotlib draws with placeholder colours, which CSS variables replace, so figures suit light and dark pages. Long
-runs are drawn with at most `_BINS` points, each the mean of several steps.
+matplotlib draws with placeholder colours, which CSS variables replace, so figures suit light and dark pages. Curves of
+a run are drawn here for notebooks, which may run no scripts; the report draws its own (`chart_data`). Long runs are
+drawn with at most `_BINS` points, each the mean of several steps.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
+from trainwright.reporting.html.chart_data import binned, metric_names, smooth
 from trainwright.reporting.run_history import RunHistory
-from trainwright.storage.run_summary import StepRecord, staleness_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BINS, _BARS = 500, 60
+_BINS = 500
 _COLOURS = {
     "ink": "#010101", "soft": "#020202", "grid": "#030303", "series-1": "#040404", "series-2": "#050505",
     "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909", "series-5": "#0a0a0a",
@@ -54,7 +54,6 @@ _SETTINGS = {
 _WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
 _MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
 _LEAST_SHARE = 0.01
-_MOST_LOGGED = 12  # charts of logged values
 _ROUND_S = [unit * times for unit in (1, 60, 3600, 86400) for times in (1, 2, 5, 10, 20)]  # and more days
 _ROUND_S += [86400 * times for times in (50, 100, 200, 500, 1000, 10_000, 100_000)]
 _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -64,10 +63,10 @@ def loss_chart(history: RunHistory) -> str:
     """Draw the raw and the smoothed loss by step, with evaluations, failures and recoveries; empty without steps."""
     if not history.records:
         return ""
-    wide = not _metrics_chart_names(history)
+    wide = not metric_names(history)
 
     def draw(axes: Axes) -> None:
-        steps, losses = _binned(history.records, lambda record: record.loss)
+        steps, losses = binned(history.records, lambda record: record.loss, _BINS)
         axes.plot(steps, losses, color=_COLOURS["series-1"], alpha=0.28, linewidth=1.0)
         smoothed = smooth(losses, max(3, len(losses) // 25))
         # A line through one point is invisible, so it gets a marker.
@@ -83,15 +82,9 @@ def loss_chart(history: RunHistory) -> str:
     return _svg("loss", _WIDE if wide else _HALF, draw, "step")
 
 
-def _metrics_chart_names(history: RunHistory) -> list[str]:
-    """Return the metrics to draw: all but the loss, at most four."""
-    names = sorted({name for evaluation in history.evaluated for name in evaluation.metrics})
-    return [name for name in names if name != "loss"][:4]
-
-
 def metrics_chart(history: RunHistory) -> str:
     """Draw metrics by step, each line with its name and last value; empty without an evaluation."""
-    names = _metrics_chart_names(history)
+    names = metric_names(history)
     if not names:
         return ""
 
@@ -105,72 +98,6 @@ def metrics_chart(history: RunHistory) -> str:
         _legend(axes)
 
     return _svg("metrics", _HALF, draw, "step")
-
-
-def small_charts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return titles and charts of throughput, waiting, learning rate, gradient norm, logged values and staleness."""
-    if not history.records:
-        return []
-    pace = _pace(history.records) if history.summary.stale else {}
-    of: list[tuple[str, Callable[[StepRecord], float]]] = [
-        ("Samples/s", lambda record: pace.get(record.step, record.samples_per_s)),
-        ("Waiting for data, % of the step", lambda r: 100 * r.wait_s / r.step_s if r.step_s > 0 else math.nan),
-        ("Learning rate", lambda record: record.learning_rate),
-    ]
-    if not math.isfinite(history.wait_share):
-        del of[1]
-    if any(record.gradient_norm is not None for record in history.records):
-        of.append(("Gradient norm before clipping", lambda r: math.nan if r.gradient_norm is None else r.gradient_norm))
-    of += [(name, partial(_logged, name)) for name in [*history.summary.steps.logged][:_MOST_LOGGED]]
-    found = [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
-    stale = staleness_chart(history)
-    return [*found, ("Staleness, % of what was pushed", stale)] if stale else found
-
-
-def _logged(name: str, record: StepRecord) -> float:
-    return record.logged.get(name, math.nan)
-
-
-def _pace(records: Sequence[StepRecord]) -> dict[int, float]:
-    """Return smoothed samples per second by step: steps of asynchronous workers may end at the same time."""
-    window = max(5, len(records) // 25)
-    samples = smooth([float(record.samples) for record in records], window)
-    seconds = smooth([record.step_s for record in records], window)
-    pairs = zip(records, samples, seconds, strict=True)
-    return {record.step: count / took for record, count, took in pairs if took > 0}
-
-
-def _small(name: str, history: RunHistory, value: Callable[[StepRecord], float]) -> str:
-    def draw(axes: Axes) -> None:
-        steps, values = _binned(history.records, value)
-        axes.plot(steps, values, color=_COLOURS["series-1"], linewidth=1.3, marker="o" if len(steps) == 1 else "")
-        finite = [number for number in values if math.isfinite(number)]
-        if finite:
-            axes.set_ylim(min(min(finite) * 1.12, 0), max(max(finite) * 1.12, 1e-12))
-
-    return _svg(name, _SMALL, draw, "")
-
-
-def staleness_chart(history: RunHistory) -> str:
-    """Draw the staleness of the updates of asynchronous workers; empty without different values."""
-    staleness = staleness_of(history.summary.stale)
-    counts = sorted(staleness.counts.items())
-    if len(counts) < 2:
-        return ""
-
-    def draw(axes: Axes) -> None:
-        total, width = sum(count for _, count in counts), max(1, math.ceil((counts[-1][0] + 1) / _BARS))
-        heights: dict[int, float] = {}
-        for age, count in counts:
-            heights[age // width] = heights.get(age // width, 0.0) + 100 * count / total
-        places = [(number + 0.5) * width for number in heights]  # a bar starts at its age, so that none is cut at 0
-        axes.bar(places, list(heights.values()), width=0.86 * width, color=_COLOURS["series-1"])
-        axes.axvline(
-            staleness.mean + 0.5, color=_COLOURS["series-2"], linewidth=1.4, label=f"mean {staleness.mean:.1f}"
-        )
-        _legend(axes)
-
-    return _svg("staleness", _SMALL, draw, staleness.unit)
 
 
 def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, *, log: bool) -> str:
@@ -296,36 +223,6 @@ def _no_math(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _binned(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> tuple[list[float], list[float]]:
-    """Return about `_BINS` steps and means of groups of equally many steps; NaN where no value is finite."""
-    size = max(1, math.ceil(sum(record.count for record in records) / _BINS))
-    steps, means, part = list[float](), list[float](), list[tuple[float, int]]()
-    for record in records:
-        part.append((value(record), record.count))
-        if sum(count for _, count in part) >= size or record is records[-1]:
-            finite = [(number, count) for number, count in part if math.isfinite(number)]
-            weight = sum(count for _, count in finite)
-            steps.append(float(record.step))
-            means.append(sum(number * count for number, count in finite) / weight if weight else math.nan)
-            part = []
-    return steps, means
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the finite values in a centred window around each value."""
-    sums, counts = [0.0], [0]
-    for value in values:
-        finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if finite else 0.0))
-        counts.append(counts[-1] + finite)
-    half, out = window // 2, []
-    for place in range(len(values)):
-        first, last = place - min(half, place), min(place + min(half, place) + 1, len(values))
-        number = counts[last] - counts[first]
-        out.append((sums[last] - sums[first]) / number if number else math.nan)
-    return out
-
-
 def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
     """Limit the y axis so that a few huge losses, mostly at the start, do not flatten the curve."""
     ordered = sorted(value for value in values if math.isfinite(value))
@@ -387,11 +284,11 @@ _NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "
 
 
 def _themed(svg: str, name: str, widest_px: int | None) -> str:
-    """Return the <svg> element without size, with CSS variables for colours and the font of the page."""
+    """Return the <svg> element without size and styles, with CSS variables for colours and the font of the page."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    style = f' style="max-width:{widest_px}px"' if widest_px else ""
-    attributes = f'role="img" aria-label="{escape(name)}"{style}'
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    width = f' width="{widest_px}"' if widest_px else ""
+    attributes = f'role="img" aria-label="{escape(name)}"{width} stroke-linejoin="round" stroke-linecap="butt"'
     svg = re.sub(
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
         lambda found: f'<svg class="figure" viewBox="{found[1]}" {attributes}>',
@@ -401,9 +298,16 @@ def _themed(svg: str, name: str, widest_px: int | None) -> str:
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r' style="([^"]*)"', lambda found: _attributes(found[1]), svg)
     for variable, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return re.sub(r"\n\s*", "\n", svg)
+
+
+def _attributes(style: str) -> str:
+    """Return the declarations of a style as attributes, which a page's policy does not forbid."""
+    pairs = [part.split(":", 1) for part in style.split(";") if ":" in part]
+    return "".join(f' {name.strip()}="{value.strip()}"' for name, value in pairs)
 
 
 # --- Notebooks --------------------------------------------------------------------------------------------------------

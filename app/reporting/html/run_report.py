@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
-from trainwright.core.events import Event, Failed, RunStarted
+from trainwright.core.events import Event, Failed, Placed
 from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import RankMemory, rank_memory
-from trainwright.reporting.event_messages import prefetch_text, recovery_text, source_text
+from trainwright.reporting.event_messages import event_line, prefetch_text, recovery_text, source_text, waiting_text
 from trainwright.reporting.html import run_charts
-from trainwright.reporting.html.templates import render_template, sanitized_svg
+from trainwright.reporting.html.chart_data import chart_data
+from trainwright.reporting.html.recovery_timeline import recoveries, run_segments, wall_s
+from trainwright.reporting.html.templates import render_report_page, render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
-from trainwright.reporting.run_history import RunHistory, noise_text, read_history, step_parts
+from trainwright.reporting.run_history import RunHistory, noise_text, step_parts
 from trainwright.reporting.scorecard import Scorecard
-from trainwright.storage.event_files import read_run_summary
-from trainwright.storage.object_store import Store
 from trainwright.storage.run_summary import epoch_of, staleness_of, staleness_text
 
 if TYPE_CHECKING:
@@ -53,51 +52,98 @@ class _Incident(NamedTuple):
     detail: str
 
 
-def render_report(history: RunHistory, *, uri: str = "", now_s: float = 0.0) -> str:
-    """Return the whole report as HTML: styles and figures inline, no scripts, nothing fetched.
+def render_report(history: RunHistory, *, uri: str = "", now_s: float = 0.0, live: bool = False) -> str:
+    """Return the whole report as HTML: styles, scripts and data inline, nothing fetched.
 
     Args:
         uri: of the run's folder.
         now_s: time of the report, in seconds since the epoch.
+        live: the page asks its server for newer contents, `render_report_body`, until the run has ended.
     """
+    title = f"{history.summary.start.run or 'run'}: {history.state}"
+    return render_report_page(title, render_report_body(history, uri=uri, now_s=now_s), live=live)
+
+
+def render_report_body(history: RunHistory, *, uri: str = "", now_s: float = 0.0) -> str:
+    """Return the body of the report, with the values of its curves as JSON; see `render_report`."""
     summary, start = history.summary, history.summary.start
-    plan = plan_from(start.plan)
+    plan, strip = plan_from(start.plan), run_segments(history, now_s)
+    title = start.run or "run"
     return render_template(
-        "template.html.j2",
-        title=start.run or "run",
+        "report_body.html.j2",
+        title=title,
         state=history.state,
         headline=_headline(history, plan),
+        activity=_activity(history),
         error=history.error if history.state == "failed" else "",
         key_figures=_key_figures(history),
-        loss=_markup(run_charts.loss_chart(history)),
-        metrics=_markup(run_charts.metrics_chart(history)),
-        small=[(title, _markup(svg)) for title, svg in run_charts.small_charts(history)],
-        plan_line=plan_line(plan) if plan else "",
-        plan_rows=plan_rows(plan) if plan else [],
-        cluster=start.cluster,
-        mesh=mesh_table(plan, summary.nodes) if plan else None,
-        shown=SHOWN_ROWS,
-        timeline=sanitized_svg(start.timeline),
-        bars=step_bars(history, plan),
-        comparison=[row.cells() for row in step_parts(history, plan)],
-        timed=_timed_steps_text(history),
-        noise=noise_text(history, plan),
-        staleness=staleness_text(staleness_of(summary.stale)),
-        others=other_rows(start.rejected),
-        time_parts=time_parts(history),
-        prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
+        data={"title": f"{title}: {history.state}", **chart_data(history)},
+        run_segments=strip,
+        recoveries=recoveries(history, now_s),
+        began=_utc(summary.time.sessions[0].started_s) if strip else "",
+        wall_s=wall_s(history, now_s),
         incidents=_incidents(history),
         notes=[note.text for note in summary.notes],
+        verdict=verdict_html(summary.judged.verdict) if summary.judged else "",
+        time_parts=time_parts(history),
+        prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
+        **_plan_values(history, plan),
+        lines=[_line(event, start.steps_per_epoch) for event in summary.newest],
         memory=[_memory_cells(each) for each in rank_memory(plan, summary.memory)],
         traces=[(trace.rank, trace.node, trace.steps, trace.path) for trace in summary.traces.values()],
         viewers=[*dict.fromkeys(trace.viewer for trace in summary.traces.values())],
         configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
         versions=sorted(start.versions.items()),
         uri=uri,
-        made=_utc(now_s),
+        made=_utc(now_s) if history.state != "running" else "",
+        shown=SHOWN_ROWS,
         duration=formatting.duration,
-        verdict=verdict_html(summary.judged.verdict) if summary.judged else "",
     )
+
+
+def _plan_values(history: RunHistory, plan: Plan | None) -> dict[str, Any]:
+    """Return what the page says of the plan, of its step, and of the ranks."""
+    summary, start = history.summary, history.summary.start
+    return {
+        "plan_line": plan_line(plan) if plan else "",
+        "plan_rows": plan_rows(plan) if plan else [],
+        "cluster": start.cluster,
+        "mesh": mesh_table(plan, summary.nodes) if plan else None,
+        "processes": _processes(summary.processes.values()),
+        "timeline": sanitized_svg(start.timeline),
+        "bars": step_bars(history, plan),
+        "comparison": [row.cells() for row in step_parts(history, plan)],
+        "timed": _timed_steps_text(history),
+        "noise": noise_text(history, plan),
+        "staleness": staleness_text(staleness_of(summary.stale)),
+        "others": other_rows(start.rejected),
+    }
+
+
+def _activity(history: RunHistory) -> str:
+    """Return what a running run does; empty for others."""
+    summary = history.summary
+    if history.state != "running":
+        return ""
+    if summary.cause is not None:
+        return f"recovering from the failure of {_failure(summary.cause)}"
+    if summary.waiting is not None:
+        return waiting_text(summary.waiting)
+    return "training" if summary.formed else "starting"
+
+
+def _processes(processes: Iterable[Placed]) -> list[tuple[str, str, str]]:
+    """Return rows of running processes by node: workers, and standbys without a rank."""
+    rows: dict[str, tuple[list[str], list[str]]] = {}
+    for each in sorted(processes, key=lambda process: process.worker):
+        rows.setdefault(each.node, ([], []))[each.spare].append(f"worker {each.worker} (pid {each.pid})")
+    return [(node, ", ".join(workers), ", ".join(spares)) for node, (workers, spares) in sorted(rows.items())]
+
+
+def _line(event: Event, steps_per_epoch: int) -> tuple[str, str, str]:
+    """Return time, tone and text of a line of the log."""
+    line = event_line(event, steps_per_epoch)
+    return _utc(event.time_s).removesuffix(" UTC"), line.tone, line.text
 
 
 def summary_html(history: RunHistory) -> str:
@@ -110,35 +156,6 @@ def summary_html(history: RunHistory) -> str:
         loss=_markup(run_charts.loss_chart(history)),
         metrics=_markup(run_charts.metrics_chart(history)),
     )
-
-
-def write_report(
-    store: Store, run: str, *, history: RunHistory | None = None, clock: Callable[[], float] = time.time
-) -> str:
-    """Write `<run>/report.html` from storage, or from `history`, and return its URI. Raises StorageError."""
-    path, history = f"{run}/report.html", history or read_history(store, run)
-    store.put(path, render_report(history, uri=store.uri_of(run), now_s=clock()).encode())
-    return store.uri_of(path)
-
-
-class ReportListener:
-    """An event listener that writes the report when the run has ended, with earlier sessions."""
-
-    def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._run, self._clock = store, run, clock
-        self._started = False
-
-    def on(self, event: Event) -> None:
-        """Remember that the run has started."""
-        self._started = self._started or isinstance(event, RunStarted)
-
-    def close(self) -> None:
-        """Write the report; the events are in storage by now. Raises StorageError."""
-        if self._started:
-            # The driver ends here: no later event will report an outcome.
-            summary = read_run_summary(self._store, self._run)
-            history = RunHistory(summary=summary, state=summary.state(owner_alive=False))
-            write_report(self._store, self._run, history=history, clock=self._clock)
 
 
 def _markup(svg: str) -> Markup:
