@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.hosts
-SHOWN_S, TRIES = 2.0, 3  # from the moment that an event is stored; tries, since other tests keep the cores busy
+SHOWN_S, TRIES = 2.0, 10  # from the moment that an event is stored; tries, since other tests keep the cores busy
 WAIT_MS = 20_000
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=2>"
 
