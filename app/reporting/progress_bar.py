@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import sys
 import time
@@ -177,20 +176,25 @@ class PlainTextDisplay:
 
 
 class NotebookDisplay:
-    """One notebook output that changes in place: the lines so far and a bar.
+    """One notebook output that changes in place: the lines so far, a bar and the curve of the loss.
+
+    It appears at once, in the cell that starts the run. Events come from a thread, perhaps while another cell runs.
 
     Args:
         display: shows HTML and returns a function that replaces it; IPython's by default.
     """
 
     def __init__(
-        self, display: Callable[[str], Any] | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        display: Callable[[str], Callable[[str], Any]] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._display, self._clock = display or _ipython_display, clock
+        self._clock = clock
         self._lines: list[OutputLine] = []
-        self._figures: ProgressFigures | None = None
-        self._handle: Callable[[str], Any] | None = None
+        self._figures = ProgressFigures(activity="starting")
         self._shown_s = -math.inf
+        self._replace = (display or _ipython_display)(self._html())
 
     def line(self, line: OutputLine) -> None:
         """Add a line."""
@@ -209,17 +213,20 @@ class NotebookDisplay:
 
     def _draw(self) -> None:
         self._shown_s = self._clock()
-        text = "\n".join(line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines)
-        body = f"<pre style='margin:0;white-space:pre-wrap'>{html.escape(text)}</pre>"
-        if self._figures is not None:
-            body += (
-                f"<progress value='{self._figures.step}' max='{max(self._figures.total, 1)}'></progress> "
-                f"<small>{html.escape(self._figures.text())}</small>"
-            )
-        if self._handle is None:
-            self._handle = self._display(body)
-        else:
-            self._handle(body)
+        self._replace(self._html())
+
+    def _html(self) -> str:
+        from markupsafe import Markup
+
+        from trainwright.reporting.html.templates import render_template
+
+        figures = self._figures
+        return render_template(
+            "progress.html.j2",
+            lines="\n".join(line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines),
+            figures=figures,
+            curve=Markup(figures.curve.svg(figures.total)),
+        )
 
 
 def _ipython_display(body: str) -> Callable[[str], Any]:

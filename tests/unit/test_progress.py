@@ -194,11 +194,13 @@ def test_a_notebook_changes_one_output() -> None:
         return lambda new: shown.__setitem__(0, new)
 
     progress = RunProgress(surface=NotebookDisplay(display, clock=lambda: 0.0))
+    assert len(shown) == 1 and "starting" in shown[0], "in the cell that starts the run"
     for event in [*whole_run(), events.Noted(text="1 < 2")]:
         progress.on(event)
     progress.close()
     assert len(shown) == 1
-    assert "done: 20 steps" in shown[0] and "1 &lt; 2" in shown[0] and "value='20' max='20'" in shown[0]
+    assert "done: 20 steps" in shown[0] and "1 &lt; 2" in shown[0] and 'value="20" max="20"' in shown[0]
+    assert shown[0].count("<polyline") == 2, "losses of training and of evaluations"
 
 
 @pytest.mark.parametrize(
