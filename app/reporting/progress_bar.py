@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -216,17 +216,20 @@ class NotebookDisplay:
         self._replace(self._html())
 
     def _html(self) -> str:
-        from markupsafe import Markup
-
-        from trainwright.reporting.html.templates import render_template
-
         figures = self._figures
-        return render_template(
-            "progress.html.j2",
-            lines="\n".join(line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines),
-            figures=figures,
-            curve=Markup(figures.curve.svg(figures.total)),
-        )
+        lines = [line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines]
+        return _progress_html(lines, figures.step, figures.total, figures.text(), figures.curve.svg(figures.total))
+
+
+def _progress_html(lines: Sequence[str], done: int, total: int, status: str, curve: str = "") -> str:
+    """Return lines, a bar with its status, and a curve as HTML for a notebook."""
+    from markupsafe import Markup
+
+    from trainwright.reporting.html.templates import render_template
+
+    return render_template(
+        "progress.html.j2", lines="\n".join(lines), done=done, total=max(total, 1), status=status, curve=Markup(curve)
+    )
 
 
 def _ipython_display(body: str) -> Callable[[str], Any]:
@@ -247,7 +250,9 @@ def _print(console: Console, line: OutputLine) -> None:
 
 
 class RowProgress:
-    """Progress over rows: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
+    """Progress over rows: a bar in a terminal, one changing output in a notebook, elsewhere lines.
+
+    Notebooks and lines change with each tenth of the rows, and every ten seconds.
 
     Args:
         done: rows that are done already at the start.
@@ -260,7 +265,11 @@ class RowProgress:
         self._shown_s = time.monotonic()
         self._first: tuple[int, float] | None = None  # rows and time of the first call of `add`
         self._bar: RichProgress | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        self._notes: list[str] = []
+        self._replace: Callable[[str], Any] | None = None  # the output of a notebook
+        if _in_notebook():
+            self._replace = _ipython_display(self._html())
+        elif self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
             self._bar = RichProgress(*columns, console=self._console, expand=True, transient=True)
             self._task = self._bar.add_task(self._text(), total=total, completed=done)
@@ -287,11 +296,21 @@ class RowProgress:
             or self.done == self._total
         ):
             self._shown, self._shown_s = self.done, now
-            self.note(self._text())
+            if self._replace is not None:
+                self._replace(self._html())
+            else:
+                self.note(self._text())
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._replace is not None:
+            self._notes.append(text)
+            self._replace(self._html())
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _html(self) -> str:
+        return _progress_html(self._notes, self.done, self._total, self._text())
 
     def _text(self) -> str:
         rows, since_s = self._first or (self.done, 0.0)
