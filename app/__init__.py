@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.frameworks import isolate_llvm
+from trainwright.core.frameworks import isolate_llvm, silence_widget_notes
 
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 isolate_llvm()
+silence_widget_notes()
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "api": (

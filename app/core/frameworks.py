@@ -1,7 +1,8 @@
 """How torch, TensorFlow and other frameworks are loaded, and what to do where they are missing.
 
-`isolate_llvm()` runs at `import trainwright`. After it, torch (with triton) and TensorFlow share a process in any order
-of imports. `load_module()` imports a module that needs a framework, and says which extra to install if it is missing.
+`isolate_llvm()` and `silence_widget_notes()` run at `import trainwright`. After the first, torch (with triton) and
+TensorFlow share a process in any order of imports. `load_module()` imports a module that needs a framework, and says
+which extra to install if it is missing.
 `keep_freed_memory()` is for processes that take steps.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
@@ -67,6 +70,12 @@ def keep_freed_memory() -> None:
     set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     set_option(_M_TOP_PAD, 2 * _LARGEST_MMAP_THRESHOLD)  # a thread's memory is in pieces of so many bytes
+
+
+def silence_widget_notes() -> None:
+    """Silence the warnings of tqdm and Ray about missing ipywidgets, as Ray is imported. No run needs ipywidgets."""
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    logging.getLogger("ray.widgets.util").setLevel(logging.ERROR)
 
 
 def isolate_llvm() -> None:

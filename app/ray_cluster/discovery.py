@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import threading
@@ -47,8 +46,6 @@ def connect(verbose: bool = False) -> bool:
 
     A cluster is found by `RAY_ADDRESS` (as set by `ray job submit`) or an earlier `ray.init`.
     """
-    if not verbose:
-        logging.getLogger("ray.widgets.util").setLevel(logging.ERROR)  # speaks up while Ray is imported
     import ray
     from ray.exceptions import AuthenticationError
 

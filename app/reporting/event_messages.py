@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainwright.core import formatting
@@ -41,6 +41,7 @@ from trainwright.core.events import (
 )
 from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import memory_text
+from trainwright.reporting.loss_curve import LossCurve
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.utilization import UtilizationMeter
 from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
@@ -73,6 +74,7 @@ class ProgressFigures:
     mfu: float = math.nan  # model FLOPs utilization of the last steps, 0 to 1; NaN where it is not known
     left_s: float = math.nan  # remaining time at the rate of this session, with evaluations and checkpoints
     activity: str = ""  # what the run does instead of training steps; empty while it trains
+    curve: LossCurve = field(default_factory=LossCurve)  # of this session; it changes with later events
 
     def text(self) -> str:
         """Return the figures as one line."""
@@ -106,6 +108,7 @@ class EventFormatter:
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
         self._waited_for = self._activity = self._told_traces = ""
+        self._curve = LossCurve()
 
     @property
     def figures(self) -> ProgressFigures:
@@ -127,6 +130,7 @@ class EventFormatter:
             wait_share=sum(row[3] for row in self._recent) / seconds if measured else math.nan,
             left_s=pace_s * (total - self._step),
             activity=self._activity,
+            curve=self._curve,
         )
 
     def tell(self, event: Event) -> list[OutputLine]:
@@ -158,6 +162,8 @@ class EventFormatter:
                 return []
             case Printed() if self._verbose:
                 return []  # Ray already forwards the worker's output
+        if isinstance(event, Evaluated):
+            self._curve.evaluate(event.step, event.metrics.get("loss", math.nan))
         if isinstance(event, Placed):
             self._pids[event.worker] = event.pid
         if isinstance(event, (Placed, Promoted, Checkpointed, Kept)) and not self._verbose:
@@ -182,6 +188,7 @@ class EventFormatter:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
         self._step, self._stepping_since_s = event.step, event.time_s
         self._recent.clear()
+        self._curve.rewind(event.step)
         if again:
             return [OutputLine(text=recovery_text(event), tone="good")]
         if event.step or event.source == "checkpoint":
@@ -202,6 +209,7 @@ class EventFormatter:
 
     def _count(self, event: Steps) -> list[OutputLine]:
         self._recent.extend(zip(event.loss, event.samples, event.step_s, event.wait_s, strict=True))
+        self._curve.add(event.step, event.loss)
         if event.step:
             self._step, self._activity = event.step[-1], ""
             self._done += len(event.step)

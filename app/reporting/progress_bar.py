@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -177,20 +176,25 @@ class PlainTextDisplay:
 
 
 class NotebookDisplay:
-    """One notebook output that changes in place: the lines so far and a bar.
+    """One notebook output that changes in place: the lines so far, a bar and the curve of the loss.
+
+    It appears at once, in the cell that starts the run. Events come from a thread, perhaps while another cell runs.
 
     Args:
         display: shows HTML and returns a function that replaces it; IPython's by default.
     """
 
     def __init__(
-        self, display: Callable[[str], Any] | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        display: Callable[[str], Callable[[str], Any]] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._display, self._clock = display or _ipython_display, clock
+        self._clock = clock
         self._lines: list[OutputLine] = []
-        self._figures: ProgressFigures | None = None
-        self._handle: Callable[[str], Any] | None = None
+        self._figures = ProgressFigures(activity="starting")
         self._shown_s = -math.inf
+        self._replace = (display or _ipython_display)(self._html())
 
     def line(self, line: OutputLine) -> None:
         """Add a line."""
@@ -209,17 +213,23 @@ class NotebookDisplay:
 
     def _draw(self) -> None:
         self._shown_s = self._clock()
-        text = "\n".join(line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines)
-        body = f"<pre style='margin:0;white-space:pre-wrap'>{html.escape(text)}</pre>"
-        if self._figures is not None:
-            body += (
-                f"<progress value='{self._figures.step}' max='{max(self._figures.total, 1)}'></progress> "
-                f"<small>{html.escape(self._figures.text())}</small>"
-            )
-        if self._handle is None:
-            self._handle = self._display(body)
-        else:
-            self._handle(body)
+        self._replace(self._html())
+
+    def _html(self) -> str:
+        figures = self._figures
+        lines = [line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines]
+        return _progress_html(lines, figures.step, figures.total, figures.text(), figures.curve.svg(figures.total))
+
+
+def _progress_html(lines: Sequence[str], done: int, total: int, status: str, curve: str = "") -> str:
+    """Return lines, a bar with its status, and a curve as HTML for a notebook."""
+    from markupsafe import Markup
+
+    from trainwright.reporting.html.templates import render_template
+
+    return render_template(
+        "progress.html.j2", lines="\n".join(lines), done=done, total=max(total, 1), status=status, curve=Markup(curve)
+    )
 
 
 def _ipython_display(body: str) -> Callable[[str], Any]:
@@ -240,7 +250,9 @@ def _print(console: Console, line: OutputLine) -> None:
 
 
 class RowProgress:
-    """Progress over rows: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
+    """Progress over rows: a bar in a terminal, one changing output in a notebook, elsewhere lines.
+
+    Notebooks and lines change with each tenth of the rows, and every ten seconds.
 
     Args:
         done: rows that are done already at the start.
@@ -253,7 +265,11 @@ class RowProgress:
         self._shown_s = time.monotonic()
         self._first: tuple[int, float] | None = None  # rows and time of the first call of `add`
         self._bar: RichProgress | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        self._notes: list[str] = []
+        self._replace: Callable[[str], Any] | None = None  # the output of a notebook
+        if _in_notebook():
+            self._replace = _ipython_display(self._html())
+        elif self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
             self._bar = RichProgress(*columns, console=self._console, expand=True, transient=True)
             self._task = self._bar.add_task(self._text(), total=total, completed=done)
@@ -280,11 +296,21 @@ class RowProgress:
             or self.done == self._total
         ):
             self._shown, self._shown_s = self.done, now
-            self.note(self._text())
+            if self._replace is not None:
+                self._replace(self._html())
+            else:
+                self.note(self._text())
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._replace is not None:
+            self._notes.append(text)
+            self._replace(self._html())
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _html(self) -> str:
+        return _progress_html(self._notes, self.done, self._total, self._text())
 
     def _text(self) -> str:
         rows, since_s = self._first or (self.done, 0.0)

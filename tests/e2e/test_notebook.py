@@ -1,8 +1,11 @@
-"""The example notebook runs from top to bottom."""
+"""The example notebooks run from top to bottom, and again."""
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +17,99 @@ from tests.support.processes import ROOT
 
 # A kernel whose own cluster is as `tests.support.ray_clusters` has them.
 KERNEL = """
+import trainwright
 from ipykernel.kernelapp import launch_new_instance
 from tests.support import ray_clusters
 
 ray_clusters.thrifty()
 launch_new_instance()
 """
+SHOWN = ("display_data", "execute_result")  # neither errors nor warnings
+PLAIN_KERNEL = "from ipykernel.kernelapp import launch_new_instance; launch_new_instance()"
 
 
 class Client(NotebookClient):
-    """Runs that kernel."""
+    """Runs a kernel of this Python."""
+
+    kernel = KERNEL
 
     def create_kernel_manager(self) -> Any:
         manager = super().create_kernel_manager()
-        manager.kernel_spec.argv = [sys.executable, "-c", KERNEL, "-f", "{connection_file}"]
+        manager.kernel_spec.argv = [sys.executable, "-c", self.kernel, "-f", "{connection_file}"]
         return manager
 
 
-def test_the_quickstart_notebook(tmp_path: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
-    Client(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = {
-        cell.source: [output for output in cell.outputs if "TqdmWarning" not in output.get("text", "")]  # not ours
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    }
-    metrics = outputs["run.metrics"][0]["data"]["text/plain"]
-    assert "accuracy" in metrics
-    assert [[*output.get("data", output.values())] for output in outputs["tw.plan(job)"]] == [
-        ["text/plain", "text/html"]
-    ]
-    assert [[*output["data"]] for output in outputs["run.plot()"]] == [["text/plain", "image/png"]]
-    assert not [output for cell in outputs.values() for output in cell if output.output_type == "stream"], "noise"
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels find the tests' own modules."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    yield
+
+
+def outputs_of(name: str, folder: Path, *, times: int = 1) -> dict[str, list[Any]]:
+    """Run all cells of a notebook in one kernel; return the last outputs of each, by its id."""
+    notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
+    client = Client(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
+    with client.setup_kernel():
+        for _ in range(times):
+            for number, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, number)
+    found = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    noise = [output for each in found.values() for output in each if output.output_type not in SHOWN]
+    assert not noise, noise
+    return found
+
+
+def kinds(outputs: Sequence[Any]) -> list[list[str]]:
+    """The types of content of each output."""
+    return [[*output["data"]] for output in outputs]
+
+
+def text(outputs: Sequence[Any]) -> str:
+    """What the value of a cell prints."""
+    return str(outputs[-1]["data"]["text/plain"])
+
+
+def test_first_steps(tmp_path: Path, forked_workers: None) -> None:
+    outputs = outputs_of("quickstart.ipynb", tmp_path)
+    assert kinds(outputs["plan"]) == kinds(outputs["start"]) == [["text/plain", "text/html"]]
+    (started,) = outputs["start"]
+    assert "stopped at step" in started["data"]["text/html"], "the output of the cell has the end of the run"
+    assert text(outputs["stop"]) == "'stopped'"
+    resumed, run = outputs["resume"]
+    assert "resuming step" in resumed["data"]["text/html"] and "<polyline" in resumed["data"]["text/html"]
+    assert text([run]).startswith("Run('spirals', done")
+    assert ast.literal_eval(text(outputs["open"]))["accuracy"] > 0.9
+    assert re.search(r"^959 +960 ", text(outputs["history"]), re.MULTILINE), "a row for each step"
+    assert kinds(outputs["plot"]) == [["text/plain", "image/png"]]
+    assert "evaluation: accuracy" in outputs["compare"][-1]["data"]["text/html"]
+    assert text(outputs["model"]).startswith("tensor([[")
     assert (tmp_path / "runs" / "spirals" / "report.html").stat().st_size > 10_000
+
+
+def test_a_model_and_data_of_ones_own(tmp_path: Path, forked_workers: None) -> None:
+    outputs = outputs_of("own_model_and_data.ipynb", tmp_path, times=2)
+    assert kinds(outputs["job"]) == [["text/plain", "text/html"]] * 2
+    assert "mean_rent" in text(outputs["history"]) and "400" in text(outputs["history"])
+    assert ast.literal_eval(text(outputs["evaluate"]))["error"] < 0.1, "100 a month"
+    assert len(outputs["predict"]) == 2, "an output that changes, and the rows"
+    assert text(outputs["predict"]).split()[:3] == ["sample", "rent", "output"]
+    assert (tmp_path / "flats.safetensors").stat().st_size > 4_000
+
+
+def test_a_large_cluster_is_planned_without_one(tmp_path: Path) -> None:
+    outputs = outputs_of("plan_a_cluster.ipynb", tmp_path)
+    assert kinds(outputs["plan"]) == [["text/plain", "text/html"]]
+    assert "128 H100-80GB" in text(outputs["plan"]) and "goodput" in text(outputs["plan"])
+    assert "A100-80GB" in text(outputs["kinds"]) and "bubble" in text(outputs["own"])
+    assert not (tmp_path / "runs" / "gpt").exists(), "nothing was started"
+
+
+def test_nothing_warns_of_missing_widgets(tmp_path: Path) -> None:
+    """Ray and tqdm do in a kernel without ipywidgets."""
+    cell = nbformat.v4.new_code_cell("import trainwright\nimport ray")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    client = Client(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.kernel = PLAIN_KERNEL
+    client.execute()
+    assert cell.outputs == []

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events, formatting
+from trainwright.reporting import progress_bar
 from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, event_line
 from trainwright.reporting.progress_bar import (
     NotebookDisplay,
     PlainTextDisplay,
+    RowProgress,
     RunProgress,
     TerminalDisplay,
     display_for,
@@ -194,11 +196,30 @@ def test_a_notebook_changes_one_output() -> None:
         return lambda new: shown.__setitem__(0, new)
 
     progress = RunProgress(surface=NotebookDisplay(display, clock=lambda: 0.0))
+    assert len(shown) == 1 and "starting" in shown[0], "in the cell that starts the run"
     for event in [*whole_run(), events.Noted(text="1 < 2")]:
         progress.on(event)
     progress.close()
     assert len(shown) == 1
-    assert "done: 20 steps" in shown[0] and "1 &lt; 2" in shown[0] and "value='20' max='20'" in shown[0]
+    assert "done: 20 steps" in shown[0] and "1 &lt; 2" in shown[0] and 'value="20" max="20"' in shown[0]
+    assert shown[0].count("<polyline") == 2, "losses of training and of evaluations"
+
+
+def test_rows_in_a_notebook_change_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def display(body: str) -> object:
+        shown.append(body)
+        return lambda new: shown.__setitem__(0, new)
+
+    monkeypatch.setattr(progress_bar, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress_bar, "_ipython_display", display)
+    with RowProgress(100, 10) as rows:
+        rows.note("a worker was lost")
+        rows.add(45)
+        rows.add(45)
+    assert len(shown) == 1
+    assert "a worker was lost" in shown[0] and 'value="100" max="100"' in shown[0] and "rows 100/100" in shown[0]
 
 
 @pytest.mark.parametrize(
