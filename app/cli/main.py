@@ -20,7 +20,7 @@ from trainwright.cli import cluster_commands, plan_commands, run_commands, store
 from trainwright.cli.data_commands import data as data_commands
 from trainwright.cli.study_commands import study as study_commands
 from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters
-from trainwright.core.peer_options import advice_of
+from trainwright.core.peer_options import PEER_COMMANDS, advice_of
 from trainwright.core.redaction import redact
 from trainwright.submit.job_credentials import received_credentials
 
@@ -42,6 +42,12 @@ _TAKE_JOBS = ("fit", "distill", "submit", "study", "chaos", "plan")  # with opti
 
 class _GroupedCommands(TyperGroup):
     """Lists the commands in groups."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command; for a name from another trainer, say which one it is here."""
+        if args and args[0] in PEER_COMMANDS:
+            ctx.fail(f"There is no command '{args[0]}'. Use 'trainwright {PEER_COMMANDS[args[0]]}'.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each group under its heading."""

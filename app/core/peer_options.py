@@ -1,4 +1,4 @@
-"""Options of other trainers, and what to use here: for users of Ray Train, torchrun, Lightning, Accelerate, Keras."""
+"""Names from other trainers, and what to use here: for users of Ray Train, torchrun, Lightning, Accelerate, Keras."""
 
 from __future__ import annotations
 
@@ -67,3 +67,29 @@ PEER_OPTIONS: Mapping[str, str] = {
     "seed_everything": "seed=",
 }
 """What to use here, by the option's name elsewhere; dashes are underscores."""
+
+PEER_STRATEGIES: Mapping[str, str] = {
+    **dict.fromkeys(("ddp", "dp", "horovod", "distributed_data_parallel"), "data_parallel"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_shard", "deepspeed", "zero", "zero3"), "sharded"),
+    **dict.fromkeys(("tp", "megatron"), "tensor_parallel"),
+    **dict.fromkeys(("pp", "gpipe", "pipedream"), "pipeline"),
+    **dict.fromkeys(("ps", "async", "parameter_servers"), "parameter_server"),
+    **dict.fromkeys(("diloco", "post_local_sgd"), "local_sgd"),
+    "mirrored": "tf_mirrored",
+    "multi_worker_mirrored": "tf_multi_worker_mirrored",
+    "central_storage": "tf_central_storage",
+    "tpu": "tf_tpu",
+}
+"""Strategies here, by their names elsewhere."""
+
+PEER_COMMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("train", "run", "launch", "start", "resume"), "fit"),
+    **dict.fromkeys(("list", "ls", "ps"), "runs"),
+    **dict.fromkeys(("status", "info", "describe", "inspect"), "show"),
+    **dict.fromkeys(("delete", "remove"), "rm"),
+    **dict.fromkeys(("cancel", "kill"), "stop"),
+    **dict.fromkeys(("log", "tail"), "logs"),
+    **dict.fromkeys(("test", "validate"), "evaluate"),
+    **dict.fromkeys(("monitor", "top"), "watch"),
+}
+"""Commands here, by their names elsewhere."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.cluster import ANY_KIND, RAY_RESOURCES, Cluster, Node, find_accelerator
-from trainwright.core.errors import PlanError, ResourceError, nearest
+from trainwright.core.errors import JobError, PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
+from trainwright.core.peer_options import PEER_STRATEGIES
 from trainwright.core.plan import InfeasiblePlan, Plan, PlanConstraints, RejectedPlan
 from trainwright.planning.alternative_layouts import candidate_plans
 from trainwright.planning.decision import Decision, compare_plans
@@ -39,6 +40,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     """Choose the best plan for a job on a cluster.
 
     Raises:
+        JobError: its strategy is unknown.
         ResourceError: the job asks for more than the cluster has.
         PlanError: no strategy can run the job, or what is pinned cannot.
     """
@@ -126,7 +128,10 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
     if strategy is None:
         return tuple(name for name in STRATEGIES)
     if strategy not in STRATEGIES:
-        raise PlanError(f"strategy={strategy!r} is unknown", remedy=nearest(strategy, STRATEGIES))
+        known = PEER_STRATEGIES.get(strategy.lower())
+        raise JobError(
+            [f"strategy={strategy!r} is unknown: {f'use {known}' if known else nearest(strategy, STRATEGIES)}"]
+        )
     suited = strategies_for(framework)
     if strategy not in suited:
         others = ", ".join(STRATEGIES[strategy].engines)
