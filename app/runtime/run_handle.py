@@ -62,23 +62,23 @@ class Run(StoredRun):
         self._session = session
         self._finish: FinishRun | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._drive, name=f"trainwright-{job.name}", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # Python 3.11 takes a thread for ended whose `join` was interrupted
+        threading.Thread(target=self._drive, name=f"trainwright-{job.name}", daemon=True).start()
 
     def _drive(self) -> None:
         try:
             self._finish = self._session.run()
         except BaseException as error:  # handed to whoever waits
             self._error = error
+        self._ended.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end; False when `timeout_s` passed first.
+        """Wait for the end; False when `timeout_s` passed first. An interrupt ends the waiting, and not the run.
 
         Raises:
             TrainwrightError: the run failed; the first failing rank's own error.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_s):
             return False
         if self._error is not None:
             raise self._error
@@ -103,7 +103,7 @@ class Run(StoredRun):
     @property
     def state(self) -> str:
         """`running`, `done`, `stopped` or `failed`."""
-        if self._thread.is_alive():
+        if not self._ended.is_set():
             return "running"
         return self._finish.outcome if self._finish is not None else "failed"
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from trainwright.runtime.run_handle import FIRST_SIGNAL_TEXT, SECOND_SIGNAL_TEXT, stop_on_signals
+from trainwright.driver.messages import FinishRun
+from trainwright.runtime.run_handle import FIRST_SIGNAL_TEXT, SECOND_SIGNAL_TEXT, Run, stop_on_signals
 
 
 class Asked:
@@ -32,3 +36,21 @@ def test_the_first_signal_waits_for_a_checkpoint_and_each_is_answered_at_once(
         assert capfd.readouterr().err.split("\n") == ["", SECOND_SIGNAL_TEXT, ""]
     assert asked.now == [False, True] and stops.last == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupted_wait_leaves_the_run() -> None:
+    finish = threading.Event()
+
+    def drive() -> FinishRun:
+        finish.wait()
+        return FinishRun(outcome="done", step=1)
+
+    job: Any = SimpleNamespace(name="demo")
+    run = Run(job, SimpleNamespace(store=None, run=drive), SimpleNamespace(chosen=None))  # type: ignore[arg-type]
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    assert run.state == "running"
+    finish.set()
+    assert run.wait() and run.state == "done"
