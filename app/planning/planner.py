@@ -128,10 +128,9 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
     if strategy is None:
         return tuple(name for name in STRATEGIES)
     if strategy not in STRATEGIES:
-        known = PEER_STRATEGIES.get(strategy.lower())
-        raise JobError(
-            [f"strategy={strategy!r} is unknown: {f'use {known}' if known else nearest(strategy, STRATEGIES)}"]
-        )
+        here = PEER_STRATEGIES.get(strategy.lower())
+        advice = f"use {here}" if here else nearest(strategy, STRATEGIES)
+        raise JobError([f"strategy={strategy!r} is unknown: {advice}"])
     suited = strategies_for(framework)
     if strategy not in suited:
         others = ", ".join(STRATEGIES[strategy].engines)

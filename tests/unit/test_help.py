@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli.main import app, main
-from trainwright.core.peer_options import PEER_OPTIONS
+from trainwright.core.peer_options import PEER_COMMANDS, PEER_OPTIONS, PEER_STRATEGIES
+from trainwright.strategies.search.registry import STRATEGIES
 
 
 def test_each_command_has_a_whole_sentence() -> None:
@@ -45,6 +46,18 @@ def test_fields_of_a_job_and_options_of_other_trainers_are_explained(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: there is no option {told}")
+
+
+@pytest.mark.parametrize(("word", "command"), [("status", "show"), ("train", "fit"), ("list", "runs")])
+def test_commands_of_other_tools_are_explained(word: str, command: str) -> None:
+    found = CliRunner().invoke(app, [word, "my-run"])
+    assert found.exit_code == 2 and f"Use 'trainwright {command}'." in found.output
+
+
+def test_names_of_other_tools_lead_to_commands_and_strategies() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert {*PEER_COMMANDS.values()} <= {*commands} and not {*PEER_COMMANDS} & {*commands}
+    assert {*PEER_STRATEGIES.values()} <= {*STRATEGIES} and not {*PEER_STRATEGIES} & {*STRATEGIES}
 
 
 def test_no_option_of_ours_is_taken_for_another_trainers() -> None:

@@ -47,6 +47,14 @@ def test_two_workers_on_a_laptop_and_one_for_each_gpu() -> None:
     assert chosen.workers == 2 and chosen.placement.accelerators == 1 and chosen.placement.accelerator == "GPU"
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("ddp", "use data_parallel"), ("data-paralel", "did you mean 'data_parallel'")]
+)
+def test_an_unknown_strategy_is_refused_with_its_name_here(name: str, told: str) -> None:
+    with pytest.raises(JobError, match=f"strategy='{name}' is unknown: {told}"):
+        decide(strategy=name)
+
+
 def test_the_threads_of_a_worker_are_its_share_of_a_node_or_what_the_job_says() -> None:
     for fields, threads in (({"workers": 1}, 2), ({"workers": 2}, 1), ({"workers": 1, "threads_per_worker": 1}, 1)):
         assert decide(**fields).chosen.placement.threads == threads
@@ -92,8 +100,6 @@ def test_why_a_strategy_cannot_be() -> None:
     with pytest.raises(PlanError, match="no plan") as caught:
         decide(batch_size=2, workers=3)
     assert "batch_size=2 is smaller than the 3 data ranks" in str(caught.value)
-    with pytest.raises(PlanError, match="'data_parallel'"):
-        decide(strategy="data-paralel")
     norms = replace(PROFILE, inexact=("batch_norm",))
     refused = decide(profile=norms)
     assert refused.chosen.strategy == "one_device" and "batch_norm" in refused.infeasible[0].reason
