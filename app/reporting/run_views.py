@@ -52,7 +52,15 @@ from trainwright.reporting.plan_view import (
     plan_from,
     plan_line,
 )
-from trainwright.reporting.run_history import RunHistory, StepPart, noise_text, read_history, state_of, step_parts
+from trainwright.reporting.run_history import (
+    HistoryReader,
+    RunHistory,
+    StepPart,
+    noise_text,
+    read_history,
+    state_of,
+    step_parts,
+)
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import EventReader, read_brief_summary
 from trainwright.storage.object_store import Store, open_store
@@ -114,7 +122,10 @@ def run_view(storage: str, run: str) -> RunView:
     """Return the view of one run. Raises StorageError, also where there is no such run."""
     store = open_store(storage)
     check_run(store, run)
-    history = read_history(store, run)
+    return _view_of(store, run, read_history(store, run))
+
+
+def _view_of(store: Store, run: str, history: RunHistory) -> RunView:
     data = run_details(store, run, history)
     return RunView(data=data, content=_show_page(data, history))
 
@@ -123,11 +134,13 @@ def watch_run(
     storage: str, run: str, show: Callable[[RenderableType], object], *, wait: WaitFunction | None = None
 ) -> None:
     """Show the view of a run again and again, until the run has ended. Raises StorageError."""
-    pause = wait or threading.Event().wait
+    pause, store = wait or threading.Event().wait, open_store(storage)
+    check_run(store, run)
+    reader = HistoryReader(store, run)
     while True:
-        view = run_view(storage, run)
-        show(view.content)
-        if view.data["state"] != "running":
+        history = reader.read()
+        show(_view_of(store, run, history).content)
+        if history.state != "running":
             return
         pause(_FOLLOW_S)
 
