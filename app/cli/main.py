@@ -45,7 +45,7 @@ class _GroupedCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command; for a name from another trainer, say which one it is here."""
-        if args and args[0] in PEER_COMMANDS:
+        if args and args[0] in PEER_COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"There is no command '{args[0]}'. Use 'trainwright {PEER_COMMANDS[args[0]]}'.")
         return super().resolve_command(ctx, args)
 

@@ -48,13 +48,15 @@ def scaling(
 ) -> None:
     """Measure throughput by the number of workers. The same command continues a stopped study."""
     from trainwright.core.cluster import Cluster
-    from trainwright.studies.study_predictions import predict_scaling
+    from trainwright.studies.study_predictions import check_larger, predict_scaling
     from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import scaling_trials
 
     job = _job(file, overrides)
-    larger = Cluster.parse(predict) if predict is not None else None  # refused before any run
-    trials = _done(scaling_trials(job, _numbers(workers), _modes(mode), seeds, steps), fresh)
+    counts, larger = _numbers(workers), Cluster.parse(predict) if predict is not None else None
+    if larger is not None:
+        check_larger(larger, max(counts), job.batch_size)
+    trials = _run_all(scaling_trials(job, counts, _modes(mode), seeds, steps), fresh)
     predictions = predict_scaling(trials, larger) if larger is not None else []
     report = StudyReport(
         kind="scaling", name=job.name, metric="samples/s", trials=trials, predictions=predictions,
@@ -115,7 +117,7 @@ def _compare(
     """Run the trials of a study of a metric, and show what they found."""
     from trainwright.studies.study_report import StudyReport, metric_of
 
-    done = _done(trials, fresh)
+    done = _run_all(trials, fresh)
     try:
         compared = metric_of(done, metric)
     except KeyError as known:
@@ -123,7 +125,7 @@ def _compare(
     _show(StudyReport(kind=kind, name=job.name, metric=compared, trials=done), html, as_json)
 
 
-def _done(trials: Sequence[StudyTrial], fresh: bool) -> list[StudyTrial]:
+def _run_all(trials: Sequence[StudyTrial], fresh: bool) -> list[StudyTrial]:
     from trainwright.studies.study_trials import run_trials
 
     return run_trials(trials, fresh=fresh, say=lambda line: print(line, file=sys.stderr, flush=True))

@@ -221,7 +221,7 @@ class Scaling(_OptionGroup):
         accelerator: `auto`, `cpu`, `gpu`, `tpu`, or a model such as `A100-80GB`: its nodes alone are used.
         place_deadline_s: seconds to wait for the cluster to start the workers; by default 300, or 1,800 on a cluster
             that starts nodes on demand.
-        threads_per_worker: CPU threads that each worker computes with; by default the CPUs of its node divided by the
+        threads_per_worker: CPU threads that each worker trains with; by default the CPUs of its node divided by the
             workers there. Give it where runs with different numbers of workers are compared.
     """
 

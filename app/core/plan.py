@@ -68,7 +68,7 @@ class WorkerResources:
     accelerators: int = 0  # accelerators reserved for each worker (0 on CPU)
     accelerator: str = ""  # name of Ray's resource, such as `GPU` or `TPU`; empty on CPU
     kind: str = ""  # Ray's name of the accelerators' model, where the job asks for one
-    threads: int = 1  # CPU threads each worker computes with
+    threads: int = 1  # CPU threads each worker computes with; 0 for its share of the CPUs, where nothing is run
     # Ray's resource of the first host of a TPU slice, such as `TPU-v4-16-head`, which the first worker takes
     head: str = ""
     data_cpus: float = 1.0  # CPUs of the cluster left for Ray Data
@@ -191,7 +191,7 @@ class Plan:
         Raises:
             PlanError: a name or a value is not known.
         """
-        return cls(batch_size=0, placement=WorkerResources(cpus=1.0), engine="", **_parse_plan(text))
+        return cls(batch_size=0, placement=WorkerResources(cpus=1.0, threads=0), engine="", **_parse_plan(text))
 
     @property
     def memory_bytes(self) -> int:

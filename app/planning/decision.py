@@ -187,9 +187,8 @@ def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, calibratio
         PlanError: the plan is impossible on this cluster, or with this model and batch.
         ResourceError: an accelerator is not in the table.
     """
-    work = compute_step_work(
-        profile, MachineModel.of(cluster, plan.mesh.size), plan, batch_size=plan.batch_size, precision=plan.precision
-    )
+    machine = MachineModel.of(cluster, plan.mesh.size, plan.placement.threads)
+    work = compute_step_work(profile, machine, plan, batch_size=plan.batch_size, precision=plan.precision)
     found = timeline(work, calibration)
     stages = list(range(len(found.lanes)))
     shown = stages if len(stages) <= 2 * _EDGE_STAGES + 1 else stages[:_EDGE_STAGES] + stages[-_EDGE_STAGES:]

@@ -93,7 +93,8 @@ class LivePage:
     def _render(self, name: str, render: Callable[..., str]) -> bytes:
         with self._lock:
             if time.monotonic() - self._read_s >= _FRESH_S:
-                former, self._history, self._read_s = self._history, self._reader.read(), time.monotonic()
+                former, self._read_s = self._history, time.monotonic()  # also where the store fails
+                self._history = self._reader.read()
                 if self._history is not former or self._history.summary.cause is not None:  # a recovery takes longer
                     self._made.clear()
             if name not in self._made:

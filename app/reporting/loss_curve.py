@@ -41,6 +41,8 @@ class LossCurve:
         """Add the loss of an evaluation; one that is not finite is left out."""
         if math.isfinite(loss):
             self._evaluations[step] = loss
+        if len(self._evaluations) > _MOST_POINTS:
+            self._evaluations = dict([*self._evaluations.items()][1::2])
 
     def rewind(self, step: int) -> None:
         """Remove what is after a step: a recovery computes it again."""

@@ -127,7 +127,7 @@ class RunController:
                     case m.EmitEvent(event=events.Probed(plan=plan) | events.Replanned(plan=plan)):
                         self._ledger.say(strategy=plan["strategy"])
                         self._journal.flush_soon()  # so that nothing is measured again
-                    case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed()):
+                    case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed() | events.Joined()):
                         self._journal.flush_soon()  # so that who watches sees a failure and a recovery at once
                     case m.EmitEvent(event=events.Evaluated()):
                         self._journal.flush_soon()  # so that nothing is evaluated again

@@ -398,7 +398,7 @@ RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _MOST_LINES, _MOST_ARRIVALS = 200, 32
-_FORMAT = 3  # of stored facts; increased where the same events give another summary
+_FORMAT = 4  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale", "newest", "arrivals")
 _NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers", "last_step_s")
@@ -523,6 +523,8 @@ class RunSummary:
                 self._add_staleness(event)
             case Leaving() | Straggling() | Joined():
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
+                if isinstance(event, Joined) and self.cause is not None and event.former == self.cause.worker:
+                    self.cause, self.arrivals = None, []  # nobody waited for it
             case Noted():
                 self.notes.append(event)
             case MemoryMeasured():
@@ -606,8 +608,11 @@ class RunSummary:
 
     def _time_first_step(self, event: Steps) -> None:
         """Note when the first step after the newest recovery ended; an event has the time of its last step alone."""
-        if self.recoveries and not self.last_step_s and not self.recoveries[-1].first_step_s:
-            recovery = self.recoveries[-1]
+        recovery = self.recoveries[-1] if self.recoveries else None
+        if recovery is None or self.last_step_s or recovery.first_step_s:
+            return
+        sessions = self.time.sessions
+        if recovery.formed.time_s >= (sessions[-1].started_s if sessions else 0.0):
             end_s = max(event.time_s - math.fsum(event.step_s[1:]), recovery.formed.time_s)
             self.recoveries[-1] = replace(recovery, first_step_s=end_s)
 

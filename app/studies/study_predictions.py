@@ -38,14 +38,12 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
     """Predict the curves of a scaling study on a larger cluster, from twice the most measured workers on.
 
     Args:
-        trials: with their histories; the model's efficiencies are fitted to their median steps.
+        trials: with their histories; the model's efficiencies are fitted to their median steps, or, with parameter
+            servers, to their throughput.
         cluster: need not exist.
 
     Returns:
         Predictions of the plan with the most workers of each curve, with more data ranks.
-
-    Raises:
-        PlanError: the cluster has no room for twice the measured workers.
     """
     job = trials[0].job
     profile = profile_of(prepare(job, resume=True))
@@ -57,7 +55,7 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
     known = calibrate([
         Measurement(
             profile=profile, cluster=here, plan=plan, batch_size=job.batch_size, precision=job.training.precision,
-            step_s=job.batch_size / trial.history.samples_per_s,
+            step_s=job.batch_size / trial.history.samples_per_s if plan.servers else trial.history.median_step_s,
         )
         for trial, plan in plans if trial.history
     ])  # fmt: skip
@@ -72,12 +70,22 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
             rates = [job.batch_size / seconds for seconds in (step.step_s, step.high_s, step.low_s)]
             x = most * plan.mesh.data // widest.mesh.data
             found.append(PredictedThroughput(label=label, x=x, mean=rates[0], low=rates[1], high=rates[2]))
-    if not found:
+    return found
+
+
+def check_larger(cluster: Cluster, workers: int, batch_size: int) -> None:
+    """Check that a cluster has room for twice the workers, and the batch a sample for each. Raises PlanError."""
+    slots = cluster.accelerators or int(cluster.cpus)
+    if slots < 2 * workers:
         raise PlanError(
-            f"{slots} workers are not twice the number that was measured", where="--predict",
+            f"{slots} workers are not twice the number that is measured, {workers}", where="--predict",
             remedy="give a larger cluster, such as 16x1xCPU@10Gb",
         )  # fmt: skip
-    return found
+    if batch_size < 2 * workers:
+        raise PlanError(
+            f"batch_size={batch_size} has no sample for each of {2 * workers} workers", where="--predict",
+            remedy="set a larger batch_size, or leave --predict out",
+        )  # fmt: skip
 
 
 def _doubled(plan: Plan) -> list[Plan]:

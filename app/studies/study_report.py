@@ -180,7 +180,7 @@ class StudyReport:
             mark = ("gradient noise scale", scale) if scale is not None else None
             return [(title, bands_chart(title, bands, self.x_name, log=True, mark=mark))]
         first = min((band for found in bands.values() for band in found), key=lambda band: band.x)
-        largest = max(*(trial.x for trial in self.trials), *(each.x for each in self.predictions))
+        largest = max([*(trial.x for trial in self.trials), *(each.x for each in self.predictions)])
         ideal = [(first.x, first.mean), (largest, first.mean * largest / first.x)]
         beyond: dict[str, list[Band]] = {}
         for each in self.predictions:

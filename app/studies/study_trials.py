@@ -17,6 +17,7 @@ from trainwright.core.errors import JobError, LossSpike, NonFiniteLoss, RunFinis
 from trainwright.core.job import Job
 from trainwright.lr_schedules import constant, linear_scaling
 from trainwright.ray_cluster.discovery import connect, discover
+from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.stored_run import open_run
 
@@ -135,12 +136,13 @@ def run_trials(
     """
     from trainwright import api
 
-    done = []
+    done, threads = [], None
     for number, trial in enumerate(trials, 1):
         say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
         failed = ""
         try:
-            run = api.fit(trial.job.replace(threads_per_worker=_threads_on_cpus(trial.job)), fresh=fresh)
+            threads = threads or (_threads_per_worker(trial.job) if trial.label in MODES else None)
+            run = api.fit(trial.job.replace(threads_per_worker=threads) if threads else trial.job, fresh=fresh)
         except RunFinished:
             say("  it is finished already")
         except (NonFiniteLoss, LossSpike) as error:  # large batches and rates may diverge: that is a result
@@ -153,6 +155,7 @@ def run_trials(
                     remedy="the same command continues it", signal=run.signal or signal.SIGINT,
                 )  # fmt: skip
         history = open_run(trial.job.name, trial.job.storage).read()
+        _check_threads(trial, history, threads)
         done.append(replace(trial, history=history, error=failed))
     return done
 
@@ -173,15 +176,25 @@ def _by_workers(
     return found
 
 
-def _threads_on_cpus(job: Job) -> int | None:
+def _threads_per_worker(job: Job) -> int | None:
     """Return the CPU threads of each worker where numbers of workers are compared: one, but on accelerators the usual.
 
     By default a single worker computes with all CPUs of its node, so that more workers there would gain nothing.
     """
-    if job.scaling.workers is None or job.scaling.threads_per_worker:
+    if job.scaling.threads_per_worker:
         return job.scaling.threads_per_worker
     connect()
-    return None if discover().accelerators else 1
+    return None if discover().accelerators and job.scaling.accelerator != "cpu" else 1
+
+
+def _check_threads(trial: StudyTrial, history: RunHistory, threads: int | None) -> None:
+    """Refuse a finished run whose workers had other threads. Raises JobError."""
+    plan = plan_from(history.summary.start.plan)
+    if threads and plan is not None and plan.placement.threads != threads:
+        raise JobError([
+            f"run {trial.job.name} was made with {plan.placement.threads} CPU threads for each worker, and this study "
+            f"has {threads}: run it again with --fresh, or set threads_per_worker={plan.placement.threads}"
+        ])  # fmt: skip
 
 
 def _check_evaluates(job: Job) -> None:

@@ -82,7 +82,7 @@ def estimate(
     """
     check_request(batch_size, precision)
     known = calibration or DEFAULT
-    machine = MachineModel.of(cluster, plan.mesh.size)
+    machine = MachineModel.of(cluster, plan.mesh.size, plan.placement.threads)
     work = compute_step_work(profile, machine, plan, batch_size=batch_size, precision=precision)
     memory = stage_memory(profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart)
     found = point_estimate(work, memory, known)
@@ -552,7 +552,7 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     works = [
         compute_step_work(
             one.profile,
-            MachineModel.of(one.cluster, one.plan.mesh.size),
+            MachineModel.of(one.cluster, one.plan.mesh.size, one.plan.placement.threads),
             one.plan,
             batch_size=one.batch_size,
             precision=one.precision,

@@ -50,14 +50,17 @@ class MachineModel:
         return -(-self.devices // self.per_node)
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: int | None = None) -> MachineModel:
+    def of(cls, cluster: Cluster, ranks: int | None = None, threads: int = 0) -> MachineModel:
         """Return the accelerators of a cluster, or the share of its CPUs for each rank (by default one rank a slot).
+
+        Args:
+            threads: that a rank computes with on CPUs, where it does not use its whole share; 0 for the share.
 
         Raises:
             ResourceError: an accelerator is not in the table.
         """
         if not cluster.accelerators:
-            return _cpu_machine(cluster, ranks or cluster.slots)
+            return _cpu_machine(cluster, ranks or cluster.slots, threads)
         nodes = [node for node in cluster.nodes if node.accelerators]
         found = {
             kind: find_accelerator(kind) if kind else _UNKNOWN_ACCELERATOR
@@ -120,10 +123,11 @@ _UNKNOWN_ACCELERATOR = Accelerator(
 )
 
 
-def _cpu_machine(cluster: Cluster, ranks: int) -> MachineModel:
+def _cpu_machine(cluster: Cluster, ranks: int, threads: int) -> MachineModel:
     """Return equal shares of each node's CPUs; n threads on one operation are worth n ** 0.8."""
     on_a_node = -(-ranks // len(cluster.nodes))
     share = min(node.cpus for node in cluster.nodes) / on_a_node
+    share = threads if 0 < threads < int(share) else share
     speed = share**THREAD_EXPONENT if share > 1 else share
     memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
     told = min(node.network_bytes_per_s for node in cluster.nodes)

@@ -279,7 +279,9 @@ class _PlanSizer:
     def __init__(self, question: PlanRequest, calibration: Calibration) -> None:
         self.question, self.calibration = question, calibration
         of_cpus = not question.cluster.accelerators
-        self._machine = cache(lambda ranks: MachineModel.of(question.cluster, ranks if of_cpus else None))
+        self._machine = cache(
+            lambda ranks: MachineModel.of(question.cluster, ranks if of_cpus else None, question.threads or 0)
+        )
         self._numbers: _EstimateOptions = {"batch_size": question.batch_size, "precision": question.precision}
 
     def machine(self, plan: Plan) -> MachineModel:

@@ -38,6 +38,17 @@ def test_an_average_of_weights_is_two_copies_of_the_parameters(plan: str, part: 
     assert after - before == pytest.approx(2 * 4 * GPT.parameters * part, rel=1e-6)
 
 
+def test_a_worker_with_fewer_threads_than_its_share_is_slower() -> None:
+    cluster, request = tw.Cluster.parse("16xCPU"), {"batch_size": 64, "precision": "fp32"}
+    plan = tw.Plan.parse("dp=2")
+    whole, one = (
+        tw.estimate(GPT, cluster, replace(plan, placement=replace(plan.placement, threads=threads)), **request)
+        for threads in (8, 1)
+    )
+    assert whole.terms == tw.estimate(GPT, cluster, plan, **request).terms, "a plan in words has its whole share"
+    assert one.terms["compute"] == pytest.approx(8**0.8 * whole.terms["compute"], rel=0.02)
+
+
 def test_a_plan_in_words() -> None:
     plan = tw.Plan.parse(" dp=8, tp=2,pp=4,micro_batch=4,schedule=gpipe,recompute=full")
     assert plan.mesh == Mesh(pipeline=4, data=8, tensor=2)

@@ -410,6 +410,23 @@ def test_a_recovery_has_its_moments_and_durations() -> None:
     assert strip[1].colour == "bad" and 50 < strip[1].left < 80
 
 
+def test_a_member_that_nobody_waited_for_ends_its_failure_by_joining() -> None:
+    joined = events.Joined(time_s=107.9, worker=2, rank=1, node="node-b", former=1, seconds=0.6)
+    history = RunHistory.fold([*recovering(), joined])
+    assert recoveries(history, now_s=500.0) == [] and "Now: training" in render_report(history, uri="", now_s=500.0)
+    assert "nobody waited for it" in history.summary.notes[-1].text
+    other = RunHistory.fold([*recovering(), replace(joined, former=7)])
+    assert not recoveries(other, now_s=500.0)[0].ended
+
+
+def test_the_first_step_of_a_later_driver_ends_no_older_recovery() -> None:
+    ended = [*recovering(), whole_run()[9]]
+    later = [replace(event, time_s=event.time_s + 100_000) for event in (started(), events.Formed(time_s=101))]
+    history = RunHistory.fold([*ended, *later, stepped([11], time_s=100_105)])
+    (drawn,) = recoveries(history, now_s=100_200.0)
+    assert "first step" not in [each.name for each in drawn.milestones]
+
+
 def test_what_recoveries_need_is_stored() -> None:
     for count in range(len(whole_run()) + 1):
         whole = RunSummary()

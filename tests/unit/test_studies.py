@@ -25,7 +25,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, NonFiniteLoss, PlanError, RunFinished, Stopped
 from trainwright.reporting.stored_run import open_run
 from trainwright.studies import study_predictions, study_trials
-from trainwright.studies.study_predictions import predict_scaling
+from trainwright.studies.study_predictions import check_larger, predict_scaling
 from trainwright.studies.study_report import Mean, StudyReport, metric_of
 from trainwright.studies.study_trials import StudyTrial, batch_trials, convergence_trials, run_trials, scaling_trials
 
@@ -92,7 +92,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def fit(job: tw.Job, *, fresh: bool = False) -> Any:
-        assert job.scaling.threads_per_worker == (1 if "-batch-" not in job.name else None)
+        assert job.scaling.threads_per_worker in ((1, 4) if "-batch-" not in job.name else (None,))
         if job.name.endswith("seed1") and not fresh:
             raise RunFinished(f"{job.name} is finished")
         names.append(job.name)
@@ -203,8 +203,19 @@ def test_more_workers_than_were_measured_are_predicted_on_another_cluster(
     found = replace(measured, predictions=predictions, predicted_for="9x1xCPU@10Gb")
     assert "for 9x1xCPU@10Gb" in printed(found.view()) and ">synchronous, predicted<" in found.page()
     assert [entry["x"] for entry in found.data()["predicted"]] == [4, 8]
-    with pytest.raises(PlanError, match="3 workers are not twice the number that was measured"):
-        predict_scaling(measured.trials, Cluster.parse("3x1xCPU"))
+    for cluster, batch_size, told in (
+        ("3x1xCPU", 64, "3 workers are not twice"),
+        ("4x1xCPU", 3, "batch_size=3 has no"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            check_larger(Cluster.parse(cluster), 2, batch_size)
+
+
+def test_a_finished_run_whose_workers_had_other_threads_is_refused(ran: list[str]) -> None:
+    trials = scaling_trials(job(storage=storage(), threads_per_worker=4), [2], ["synchronous"], 1, 20)
+    done(trials, lambda trial: (0.9, 0.1))
+    with pytest.raises(JobError, match=r"was made with 1 CPU threads for each worker, and this study has 4: .* --fresh"):
+        run_trials(trials, say=lambda line: None)
 
 
 def test_one_asynchronous_worker_is_refused() -> None:

@@ -226,7 +226,8 @@
     } catch (error) {
       status.textContent = `This page is not up to date, and tries again: ${error.message}`;
     }
-    if (data.state === "running" || status.textContent) setTimeout(refresh, REFRESH_MS, shown);
+    // another driver may take an interrupted run over
+    if (["running", "interrupted"].includes(data.state) || status.textContent) setTimeout(refresh, REFRESH_MS, shown);
   }
 
   show();
