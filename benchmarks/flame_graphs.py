@@ -25,6 +25,7 @@ from party import Seat, together
 
 WARM_UP, STEPS, RATE_HZ = 100, 1000, 500
 START_S = 180.0
+KINDS = ("flamegraph", "raw")
 JOB = Path(__file__).resolve().parents[1] / "examples" / "fashion_mnist.py"
 
 # The first pattern that a stack has names what it does.
@@ -93,9 +94,6 @@ def _watched_start(place: Path, folder: Path) -> float:
         spy = _spy(folder / "start", kind, ["--subprocesses", "--", *run])
         spy.wait(START_S)
     return (time.perf_counter() - begun) / len(KINDS)
-
-
-KINDS = ("flamegraph", "raw")
 
 
 def _spy(file: Path, kind: str, what: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -393,7 +393,7 @@ def _batch_rows(answer: WhatIf) -> _TableRows:
     return headings, [(f"{size:,}", f"{answer.wishes.steps_with(size):,}", *row) for size, row in sorted(found.items())]
 
 
-def _verdict(plan: Plan, best: Plan) -> str:
+def _reason(plan: Plan, best: Plan) -> str:
     """Say why a plan was not chosen. A model is divided only where that is clearly faster."""
     assert plan.estimate is not None and best.estimate is not None, "both were ranked"
     return "slower" if plan.estimate.target_s > best.estimate.target_s else "not clearly faster"
@@ -406,7 +406,7 @@ def _other_rows(answer: WhatIf) -> list[tuple[str, str, str]]:
     for plan in answer.plans:
         if plan.strategy not in shown:
             shown.add(plan.strategy)
-            rows.append((f"{plan.strategy}: {plan_name(plan)}", _verdict(plan, best), compare_plans(plan, best)))
+            rows.append((f"{plan.strategy}: {plan_name(plan)}", _reason(plan, best), compare_plans(plan, best)))
     for misfit in answer.misfits:
         if misfit.strategy not in shown:
             shown.add(misfit.strategy)

@@ -398,7 +398,7 @@ RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _MOST_LINES, _MOST_ARRIVALS = 200, 32
-_FORMAT = 4  # of stored facts; increased where the same events give another summary
+_FORMAT = 5  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale", "newest", "arrivals")
 _NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers", "last_step_s")
@@ -523,7 +523,7 @@ class RunSummary:
                 self._add_staleness(event)
             case Leaving() | Straggling() | Joined():
                 self.notes.append(Noted(time_s=event.time_s, text=event.text))
-                if isinstance(event, Joined) and self.cause is not None and event.former == self.cause.worker:
+                if isinstance(event, Joined) and self.cause is not None and event.rank == self.cause.rank:
                     self.cause, self.arrivals = None, []  # nobody waited for it
             case Noted():
                 self.notes.append(event)

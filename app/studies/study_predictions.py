@@ -49,9 +49,8 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
     profile = profile_of(prepare(job, resume=True))
     connect()
     here = discover()
-    plans = [
-        (trial, plan) for trial in trials if trial.history and (plan := plan_from(trial.history.summary.start.plan))
-    ]
+    ran = [trial for trial in trials if trial.history and trial.history.samples_per_s > 0]  # others failed before that
+    plans = [(trial, plan) for trial in ran if trial.history and (plan := plan_from(trial.history.summary.start.plan))]
     known = calibrate([
         Measurement(
             profile=profile, cluster=here, plan=plan, batch_size=job.batch_size, precision=job.training.precision,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +12,13 @@ import pytest
 
 import trainwright as tw
 from tests.support.browser import Watched, chromium, opened
+from tests.support.live_pages import served
 from tests.support.run_views import ALIVE, record, storage
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.cluster import Cluster
 from trainwright.planning.what_if import SizingRequest, standalone_page, what_if
 from trainwright.reporting.html.run_report import render_report
-from trainwright.reporting.live_page import LivePage
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
@@ -61,18 +59,6 @@ class Run:
         self.tell(events.RunEnded(time_s=112, outcome="done", step=20))
         self.journal.close()
         self.log.release(self.token, "done")
-
-
-@contextmanager
-def served(uri: str) -> Iterator[LivePage]:
-    page = LivePage(tw.open_run("demo", uri))
-    thread = threading.Thread(target=page.serve)
-    thread.start()
-    try:
-        yield page
-    finally:
-        page.close()
-        thread.join(10)
 
 
 @pytest.fixture

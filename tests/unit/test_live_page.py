@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +11,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.html_pages import Balance
+from tests.support.live_pages import served
 from tests.support.run_views import record, storage
 from tests.support.sample_run import started, stepped, whole_run
 from trainwright.core import events
@@ -23,19 +21,6 @@ from trainwright.reporting.live_page import LivePage
 from trainwright.reporting.run_history import HistoryReader
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-
-
-@contextmanager
-def served(uri: str, host: str = "127.0.0.1") -> Iterator[LivePage]:
-    page = LivePage(tw.open_run("demo", uri), host)
-    thread = threading.Thread(target=page.serve)
-    thread.start()
-    try:
-        yield page
-    finally:
-        page.close()
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def asked(page: LivePage, path: str | None = None, *, method: str = "GET", **headers: str) -> tuple[int, Any, str]:

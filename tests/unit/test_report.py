@@ -411,11 +411,11 @@ def test_a_recovery_has_its_moments_and_durations() -> None:
 
 
 def test_a_member_that_nobody_waited_for_ends_its_failure_by_joining() -> None:
-    joined = events.Joined(time_s=107.9, worker=2, rank=1, node="node-b", former=1, seconds=0.6)
+    joined = events.Joined(time_s=107.9, worker=2, rank=1, node="node-b", former=3, seconds=0.6)
     history = RunHistory.fold([*recovering(), joined])
     assert recoveries(history, now_s=500.0) == [] and "Now: training" in render_report(history, uri="", now_s=500.0)
     assert "nobody waited for it" in history.summary.notes[-1].text
-    other = RunHistory.fold([*recovering(), replace(joined, former=7)])
+    other = RunHistory.fold([*recovering(), replace(joined, rank=0)])
     assert not recoveries(other, now_s=500.0)[0].ended
 
 
