@@ -185,7 +185,7 @@ class Heartbeat:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s
         self._note, self._confirm, self._on_stop, self._clock = note, confirm, on_stop, clock
-        self._request_path, self._request, self._unread = stop_request_path(run, token), b"", False
+        self._request_path, self._request, self._unread = stop_request_path(run, token), b"", 0
         self._count = 0
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
@@ -271,12 +271,12 @@ class Heartbeat:
     def _read_request(self) -> None:
         try:
             request = self._store.find(self._request_path) or b""
-        except StorageError as error:  # a store that cannot be reached is reported by the next heartbeat
-            if not self._unread:
-                self._note(f"requests to stop cannot be read: {error.what}")
-            self._unread = True
+        except StorageError as error:
+            self._unread += 1
+            if self._unread == 2:  # where the store went away in between, the next heartbeat reports it instead
+                self._note(f"requests to stop cannot be read: {error.what.removeprefix('cannot read: ')}")
             return
-        self._unread = False
+        self._unread = 0
         if request != self._request:
             self._on_stop(request == b"now")
             self._request = request

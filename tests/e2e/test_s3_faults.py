@@ -347,7 +347,7 @@ def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(scene: Scen
 
     def note(text: str) -> None:
         notes.append(text)
-        (told if text.startswith("since ") else back).set()
+        (back if "answers again" in text else told).set()
 
     heart = Heartbeat(scene.impatient(), RUN, scene.token, every_s=0.02, note=note)
     heart.start()

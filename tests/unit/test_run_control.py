@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, memory_store, ref, store_of
 from trainwright.cli.main import app
-from trainwright.core.errors import RunConflict, StorageError
+from trainwright.core.errors import RunConflict, StorageError, StoreDown
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_control import await_end, remove_run, request_stop
 from trainwright.storage.run_log import Heartbeat, Owner, RunLog
@@ -66,8 +67,40 @@ def test_a_request_that_cannot_be_read_is_no_lost_heartbeat(memory: Store, monke
         raise StorageError("unreachable")
 
     monkeypatch.setattr(Store, "find", fail)
+    assert heart._try(heart._beaten_s) is None and not notes
     assert heart._try(heart._beaten_s) is None and heart._try(heart._beaten_s) is None
     assert notes == ["requests to stop cannot be read: unreachable"], "told once"
+
+
+def test_a_store_that_goes_away_between_heartbeat_and_request_is_reported_as_an_outage_alone(
+    memory: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    told, back = threading.Event(), threading.Event()
+
+    def note(text: str) -> None:
+        notes.append(text)
+        (back if "answers again" in text else told).set()
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise StoreDown("cannot write: unreachable")
+
+    def go_away(*_: object) -> bytes:
+        monkeypatch.setattr(Store, "put", fail)
+        raise StoreDown("cannot read: unreachable")
+
+    heart = Heartbeat(memory, RUN, 1, every_s=0.01, note=note)
+    put = Store.put
+    monkeypatch.setattr(Store, "find", go_away)
+    heart.start()
+    try:
+        assert told.wait(10)
+        monkeypatch.setattr(Store, "find", lambda *_: None)
+        monkeypatch.setattr(Store, "put", put)
+        assert back.wait(10)
+    finally:
+        heart.stop()
+    assert len(notes) == 2 and "the driver cannot write to the store: unreachable" in notes[0]
 
 
 def test_it_waits_until_the_driver_has_released_the_run(memory: Store) -> None:
