@@ -36,7 +36,12 @@ class Framework(Protocol):
 STAGES = 2  # of a pipeline
 IMPORTS = {
     "reference": (),
-    "torch": ("torch.nn.parallel", "torch.distributed.fsdp"),
+    "torch": (
+        "torch.nn.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "trainwright.strategies.torch.tensor_parallel.plan_search",
+    ),
     "tensorflow": ("tensorflow", "keras"),
 }
 

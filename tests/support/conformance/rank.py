@@ -131,12 +131,14 @@ class Session:
     def __init__(self) -> None:
         self.kept: dict[str, StateSnapshot] = {}
         self.decoded: dict[int, Any] = {}
+        self.fresh = True
 
     def open(self, plan: Plan) -> int:
         """Make a fresh engine; the process id."""
         self.engine = engine_class(plan)()
-        if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
+        if self.fresh:  # as a worker does: `leave` collects, and looks through all imports otherwise
             gc.freeze()
+            self.fresh = False
         return os.getpid()
 
     def begin_peak(self) -> int:
