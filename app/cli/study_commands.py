@@ -53,10 +53,10 @@ def scaling(
     from trainwright.studies.study_trials import scaling_trials
 
     job = _job(file, overrides)
-    counts, larger = _numbers(workers), Cluster.parse(predict) if predict is not None else None
+    (counts, modes), larger = _compared(workers, mode), Cluster.parse(predict) if predict is not None else None
     if larger is not None:
         check_larger(larger, max(counts), job.batch_size)
-    trials = _run_all(scaling_trials(job, counts, _modes(mode), seeds, steps), fresh)
+    trials = _run_all(scaling_trials(job, counts, modes, seeds, steps), fresh)
     predictions = predict_scaling(trials, larger) if larger is not None else []
     report = StudyReport(
         kind="scaling", name=job.name, metric="samples/s", trials=trials, predictions=predictions,
@@ -82,7 +82,7 @@ def convergence(
 
     job = _job(file, overrides)
     _check_metric(job, metric)
-    trials = convergence_trials(job, _numbers(workers), _modes(mode), seeds)
+    trials = convergence_trials(job, *_compared(workers, mode), seeds)
     _compare("convergence", job, trials, metric, fresh, html, as_json)
 
 
@@ -160,6 +160,14 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise JobError([f"{text!r} are not numbers: write them with commas, such as 1,2,4"])
     return sorted({int(part) for part in parts})
+
+
+def _compared(workers: str, modes: list[str] | None) -> tuple[list[int], list[str]]:
+    """Return numbers of workers and modes; say which of them do not go together. Raises JobError."""
+    counts, known = _numbers(workers), _modes(modes)
+    if 1 in counts and "asynchronous" in known:
+        print("asynchronous, 1: left out, for a single worker never waits for another", file=sys.stderr)
+    return counts, known
 
 
 def _modes(given: list[str] | None) -> list[str]:

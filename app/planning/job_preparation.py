@@ -25,7 +25,7 @@ from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.planning.data_delivery import deliver_by_measuring
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import comparable, describe, description_changes
-from trainwright.planning.measured_step import predict_by_measuring, predict_from_past
+from trainwright.planning.measured_step import TimeStep, predict_by_measuring, predict_from_past
 from trainwright.planning.planner import apply_plan_file, choose, expansions, growth_notes
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import discover
@@ -149,7 +149,7 @@ def profile_of(prepared: PreparedJob) -> ModelProfile:
     return profile_job(prepared.job, prepared.job.train, prepared.train, prepared.weights)
 
 
-def decide_plan(prepared: PreparedJob, time_step: Callable[[int, int], float] = lambda rows, workers: 0.0) -> Decision:
+def decide_plan(prepared: PreparedJob, time_step: TimeStep = lambda rows, workers: (0.0, False)) -> Decision:
     """Choose the plan for the connected cluster.
 
     Args:

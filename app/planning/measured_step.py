@@ -1,7 +1,7 @@
 """Predict the chosen plan from measured steps: those of the run's past, else one that is timed before.
 
-A step is timed on CPUs of this machine. The time is kept for the machine: a job whose model, loss, optimizer and batch
-did not change is not timed again.
+A step is timed on CPUs of this machine. The time is kept for the machine, unless other work slowed it: a job whose
+model, loss, optimizer and batch did not change is not timed again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trainwright.strategies.cost_model.estimator import Measurement, calibrate, 
 from trainwright.strategies.search.plan_ranking import is_asynchronous
 from trainwright.strategies.search.plan_request import REPLICATED
 
+TimeStep = Callable[[int, int], tuple[float, bool]]
 _FIELDS = ("model", "loss", "step", "optimizer", "precision", "compile", "clip_norm", "inputs", "targets")
 _SIZES = ("batch_size", "accumulation", "train")
 _FEWEST_STEPS = 10  # of a run, for its median
@@ -70,14 +71,14 @@ def predict_from_past(decision: Decision, job: Job, description: Mapping[str, st
 
 
 def predict_by_measuring(
-    decision: Decision, job: Job, description: Mapping[str, str], time_step: Callable[[int, int], float]
+    decision: Decision, job: Job, description: Mapping[str, str], time_step: TimeStep
 ) -> Decision:
     """Return a decision whose chosen plan is predicted from a step on this machine, where its workers are like it.
 
     Args:
         description: of the job, as text.
-        time_step: returns the seconds of a step on so many rows, while so many processes take one; 0 where it cannot
-            tell.
+        time_step: takes rows and processes; returns the seconds of a step on so many rows, while so many processes take
+            one, 0 where it cannot tell; and whether the machine was busy with other work.
     """
     plan, cluster = decision.chosen, decision.used
     here = [node.name for node in cluster.nodes] == [platform.node()]
@@ -87,17 +88,19 @@ def predict_by_measuring(
     _, rows = plan.micro_batches(plan.batch_size)
     key = _key(description, decision.profile, rows, plan.workers)
     known = _read()
-    step_s = known.get(key, 0.0)
+    step_s, busy = known.get(key, 0.0), False
     if not step_s:
-        step_s = time_step(rows, plan.workers)
+        step_s, busy = time_step(rows, plan.workers)
         if not step_s:
             return decision
-        _write({**known, key: step_s})
+        if not busy:
+            _write({**known, key: step_s})
     one_cpu = Cluster(nodes=(replace(cluster.nodes[0], cpus=1.0),))
     measured = _measurement(decision, Plan.parse(""), one_cpu, rows, step_s)
     together = f" while {plan.workers} processes took one" if plan.workers > 1 else ""
     note = (
         f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on a CPU of this machine{together}"
+        f"{', which other work slowed' if busy else ''}"
     )
     return _predicted(decision, measured, note)
 

@@ -57,6 +57,7 @@ CPU_S = 5  # of the process, at most; its imports come on top where it shares no
 _IMPORTS_S = 12
 _DIVIDED_S = 1.0  # of CPU time for the rest of a trial, at most, before a loss is tried where the batch is divided
 _TIMED_S = 0.4  # of steps that are timed
+_BUSY = 0.1  # the share of that time without a CPU from which on a machine counts as busy
 _MOST_TIMED = 16  # processes that take steps for it
 _READ_S, _READ_ROWS, _READ_BYTES = 0.2, 16, 32 * 2**20  # to read rows for it, at a time, and at most
 _WAIT_S = 30  # for its answer, on a machine that does other things too
@@ -96,6 +97,7 @@ class PreflightResult:
     divided: TrainwrightError | None = None  # of a loss that depends on how the batch is divided, for plans that do so
     untried: str = ""  # why nothing can be said, or not of everything
     step_s: float = 0.0  # of a step on one CPU, where it was asked for
+    busy: bool = False  # other processes had that CPU for much of the time
 
 
 class Preflight:
@@ -161,22 +163,25 @@ class Preflight:
         why = answer.untried or (headline(answer.error) if answer.error is not None else "")
         return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
 
-    def time_step(self, rows: int, workers: int) -> float:
+    def time_step(self, rows: int, workers: int) -> tuple[float, bool]:
         """Return the seconds of a step while so many processes of this machine take one; 0 where it was not timed.
 
         Args:
             rows: of each process, which has one thread.
+
+        Returns:
+            The seconds, and whether the machine was busy with other work.
         """
         if self._child is None or start_method() != "fork":  # another process would import a framework first
-            return 0.0
+            return 0.0, False
         first = self._first_answer(self._child)
         if first.error is not None or first.divided is not None or first.untried:  # which may have to be tried again
-            return 0.0
+            return 0.0, False
         batch = _many_rows(self._prepared.job, self._prepared.train, rows)
         found = self._child.answer(_Retry(rows=rows, timed=workers, batch=batch))
         if found.untried:
             self._child.close()
-        return found.step_s
+        return found.step_s, found.busy
 
     def _first_answer(self, child: _TrialProcess) -> PreflightResult:
         """Return what came of the task's rows."""
@@ -458,7 +463,10 @@ def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
         engine.warm(_feed(batch))
         for _ in range(workers - 1):
             others.append(_stepping(engine, batch, [line for _, line in others]))
-        return PreflightResult(step_s=median(_step_times(engine, batch, [line for _, line in others])[1:]))
+        waited_s, began_s = _waited_s(), time.perf_counter()
+        spent = _step_times(engine, batch, [line for _, line in others])
+        busy = _waited_s() - waited_s > _BUSY * (time.perf_counter() - began_s)
+        return PreflightResult(step_s=median(spent[1:]), busy=busy)
     except Exception as error:  # the steps of the run will tell
         return PreflightResult(untried=f"{type(error).__name__}: {error}")
     finally:
@@ -466,6 +474,13 @@ def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
             line.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _waited_s() -> float:
+    """Return the seconds for which this process could have run and had no CPU; 0 where the system does not count."""
+    with contextlib.suppress(OSError), open("/proc/self/schedstat", encoding="ascii") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
 
 
 def _stepping(engine: Engine, batch: Batch, others: Sequence[socket.socket]) -> tuple[int, socket.socket]:

@@ -39,14 +39,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Clock:
     """Times steps as it is told to, and counts how often it was asked."""
 
-    def __init__(self, step_s: float) -> None:
-        self.step_s = step_s
+    def __init__(self, step_s: float, busy: bool = False) -> None:
+        self.step_s, self.busy = step_s, busy
         self.asked: list[int] = []
 
-    def __call__(self, rows: int, workers: int) -> float:
+    def __call__(self, rows: int, workers: int) -> tuple[float, bool]:
         assert workers == 2
         self.asked.append(rows)
-        return self.step_s
+        return self.step_s, self.busy
 
 
 def predicted(decision: Decision, clock: Clock, **fields: Any) -> Decision:
@@ -75,6 +75,14 @@ def test_a_step_that_takes_longer_than_assumed_is_predicted_so(cache: Path) -> N
     wide = replace(before, profile=replace(HEAVY, layers=(replace(HEAVY.layers[0], flops=8e8),)))
     predicted(wide, again)
     assert again.asked == [32, 32], "and so are longer samples"
+
+
+def test_what_a_busy_machine_took_is_not_kept(cache: Path) -> None:
+    before, busy, idle = decide(LAPTOP, profile=HEAVY), Clock(9.0, busy=True), Clock(1.0)
+    assert predicted(before, busy).chosen.notes[-1].endswith("which other work slowed") and not cache.exists()
+    found = predicted(before, idle)
+    assert busy.asked == idle.asked == [32] and estimate_of(found.chosen).step_s < 2 and cache.exists()
+    assert "other work" not in found.chosen.notes[-1]
 
 
 class Past:
@@ -151,17 +159,26 @@ def test_what_this_machine_says_nothing_of_is_not_timed() -> None:
 def test_a_jobs_own_step_is_timed_by_the_process_that_tries_it(tmp_path: Path) -> None:
     """In a fresh process: one in which TensorFlow works cannot be forked."""
     program = """
-import sys
+import os, subprocess, sys
 from tests.support import torch_jobs
 from trainwright.planning.job_preparation import prepare
 from trainwright.runtime.function_trial import Preflight
 
 with Preflight(prepare(torch_jobs.job(sys.argv[1], preflight=True))) as trial:
-    print(*(trial.time_step(*each) for each in ((8, 1), (4096, 1), (4096, 3), (8, 1000))))
+    print(*(trial.time_step(*each)[0] for each in ((8, 1), (4096, 1), (4096, 3), (8, 1000))))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+try:
+    with Preflight(prepare(torch_jobs.job(sys.argv[1], preflight=True))) as trial:
+        print(trial.time_step(4096, 1)[1])
+finally:
+    other.kill()
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    few, many, together, too_many = map(float, done.stdout.split())
+    *spent, busy = done.stdout.split()
+    few, many, together, too_many = map(float, spent)
+    assert busy == "True", "another process has half of the only CPU"
     assert 0 < few < min(many, together) and too_many == 0.0, "a thousand processes would take much memory"
 
 
@@ -170,6 +187,6 @@ def test_a_job_that_fails_is_not_timed(tmp_path: Path) -> None:
         raise RuntimeError("no loss")
 
     with Preflight(prepare(torch_jobs.job(tmp_path, step=broken, preflight=True))) as trial:
-        assert trial.time_step(8, 1) == 0.0
+        assert trial.time_step(8, 1) == (0.0, False)
         with pytest.raises(tw.TrainwrightError, match="no loss"):
             trial.settle(decide(LAPTOP, profile=HEAVY))
