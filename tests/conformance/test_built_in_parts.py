@@ -20,7 +20,7 @@ from trainwright.core.plan import Mesh, Plan
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
-WIDTH, BLOCKS = 1024, 40
+WIDTH, BLOCKS = 1024, 24
 BLOCK_BYTES = 2 * 4 * WIDTH * WIDTH
 PART_BYTES = BLOCKS * BLOCK_BYTES // 4
 HELD_BYTES = 1 << 26  # that may be in memory beside what a rank keeps
