@@ -20,7 +20,7 @@ TORCH_IMPORTS = (
     "trainwright.worker.worker",
     *(f"trainwright.strategies.torch.engines.{name}" for name in ("base", "data_parallel", "fsdp", "pipeline")),
     *("aiohttp", "asyncio", "google.protobuf", "jsonschema", "pandas"),  # what Ray does beside itself
-    *("pyarrow.json", "pydantic.v1", "requests", "yaml"),
+    *("filelock", "msgpack", "pyarrow.json", "pydantic.v1", "requests", "tqdm.auto", "wcwidth", "yaml"),
 )
 IMPORTS = (*TORCH_IMPORTS, "tensorflow")
 
