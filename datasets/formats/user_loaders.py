@@ -368,6 +368,8 @@ class _Pass:
                 where=source.describe(),
                 remedy="return an IterableDataset, of torch also in a DataLoader; a map-style data set is given itself",
             )
+        if self._loader:  # its processes end with this pass: where garbage collection ends them, it waits 5 s for each
+            object.__setattr__(self._object, "persistent_workers", False)
         self._batched = self._loader and self._object.batch_sampler is not None
 
     def length(self) -> int | None:
@@ -433,23 +435,28 @@ class _Pass:
         number = 0
         iterator: Iterator[Any] | None = None
         failure: Exception | None = None
-        while failure is None:
-            found: list[Any] = []
-            until = time.monotonic() + LOCKED_S
-            try:
-                with self._randomness.drawn() if here or iterator is None else nullcontext():
-                    if iterator is None:
-                        iterator = iter(self._object)
-                        continue
-                    found.append(next(iterator))
-                    while here and len(found) < _BLOCK_ROWS and time.monotonic() < until:
+        try:
+            while failure is None:
+                found: list[Any] = []
+                until = time.monotonic() + LOCKED_S
+                try:
+                    with self._randomness.drawn() if here or iterator is None else nullcontext():
+                        if iterator is None:
+                            iterator = iter(self._object)
+                            continue
                         found.append(next(iterator))
-            except Exception as error:
-                failure = error
-            yield from found
-            number += len(found)
-        if not isinstance(failure, StopIteration):
-            raise self._failed(failure, number) from None
+                        while here and len(found) < _BLOCK_ROWS and time.monotonic() < until:
+                            found.append(next(iterator))
+                except Exception as error:
+                    failure = error
+                yield from found
+                number += len(found)
+            if not isinstance(failure, StopIteration):
+                raise self._failed(failure, number) from None
+        finally:
+            iterator = None
+            if failure is not None:
+                failure.__traceback__ = None  # it holds the iterator too, and with it the processes of a loader
 
     def _failed(self, error: Exception, number: int) -> TrainwrightError:
         """The error of an element, in words; of a loader process, torch puts its whole traceback into the message."""
