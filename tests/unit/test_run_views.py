@@ -267,9 +267,11 @@ def test_names_of_files_and_errors_are_not_carried_out_either(
     assert view.data["nodes"] == {"a\\x9b31m": "0"}
     assert "checkpoints/00000010-1\\u202e" in printed(view) and "\u202e" not in printed(view)
     titled = "checkpoints/00000010-1\x1b]0;title\x07"
-    record(str(tmp_path), [started()], owner=DEAD, checkpoint=titled, fresh=True)
-    folder.rename(tmp_path / "demo" / titled)
-    monkeypatch.setattr("sys.argv", ["trainwright", "show", "demo", "--storage", str(tmp_path)])
+    other = tmp_path / "other"
+    record(str(other), [started()], owner=DEAD, checkpoint=titled)
+    (other / "demo" / "checkpoints").mkdir(parents=True)
+    folder.rename(other / "demo" / titled)
+    monkeypatch.setattr("sys.argv", ["trainwright", "show", "demo", "--storage", str(other)])
     with pytest.raises(SystemExit):
         cli.main()
     told = capsys.readouterr().err
