@@ -70,9 +70,7 @@ def predict_from_past(decision: Decision, job: Job, description: Mapping[str, st
     return _predicted(decision, measured, f"predicted from earlier steps of this run, which took {1e3 * step_s:.3g} ms")
 
 
-def predict_by_measuring(
-    decision: Decision, job: Job, description: Mapping[str, str], time_step: TimeStep
-) -> Decision:
+def predict_by_measuring(decision: Decision, job: Job, description: Mapping[str, str], time_step: TimeStep) -> Decision:
     """Return a decision whose chosen plan is predicted from a step on this machine, where its workers are like it.
 
     Args:

@@ -255,7 +255,7 @@ def test_the_command_refuses_what_is_not_a_size_and_a_metric_that_no_run_evaluat
     for wrong, told in (("50,x", "are not numbers"), ("50 --metric f1", "--metric f1 is neither 'loss' nor one of")):
         found = CliRunner().invoke(app, ["study", "batch", str(file), "--sizes", *wrong.split()])
         assert isinstance(found.exception, JobError) and told in str(found.exception), found.output
-    two = "--workers 1,2 --mode asynchronous --predict 2x1xCPU".split()
+    two = ["--workers", "1,2", "--mode", "asynchronous", "--predict", "2x1xCPU"]
     found = CliRunner().invoke(app, ["study", "scaling", str(file), *two])
     assert isinstance(found.exception, PlanError) and "asynchronous, 1: left out" in found.output
     assert not (tmp_path / "runs").exists()
