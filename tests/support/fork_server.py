@@ -45,8 +45,9 @@ def fork_server(modules: Sequence[str]) -> Iterator[str]:
         try:
             yield name
         finally:
-            it.stdin.write(b"end")  # a fork of this process, such as torch's DataLoader makes, may keep the pipe open
-            it.stdin.close()
+            with suppress(BrokenPipeError):  # one that could not import has ended, or is about to
+                it.stdin.write(b"end")  # a fork of this process, as torch's DataLoader makes, may keep the pipe open
+                it.stdin.close()
             try:
                 it.wait(END_S)
             except subprocess.TimeoutExpired:
