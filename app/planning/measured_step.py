@@ -152,7 +152,7 @@ def _cpu_name() -> str:
 
 
 def _file() -> Path:
-    return cache_folder("steps") / "seconds.json"
+    return cache_folder("steps") / "times.json"
 
 
 def _read() -> dict[str, float]:

@@ -33,7 +33,7 @@ HEAVY = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e8),))
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr("platform.node", lambda: LAPTOP.nodes[0].name)
-    return tmp_path / "steps" / "seconds.json"
+    return tmp_path / "steps" / "times.json"
 
 
 class Clock:
