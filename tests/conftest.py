@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -97,12 +98,14 @@ def group_of(test: str) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """End the cluster of this process before a test that needs none, and keep Ray out of Python's hook for errors.
+    """End the cluster of this process before a test that needs none, and take back what Ray left in this process.
 
     torch calls `sys.excepthook` for a warning that became an error while another error is on its way. Ray's hook then
-    asks a GCS that may be gone, without a deadline and deaf to signals.
+    asks a GCS that may be gone, without a deadline and deaf to signals. Ray Train leaves its answer to Ctrl-C, which
+    calls an actor that is gone.
     """
     sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if CLUSTER and group_of(item.nodeid) not in GROUPS:
         CLUSTER[0]("ray_cluster" in item.fixturenames)  # type: ignore[attr-defined]
 
