@@ -59,9 +59,9 @@ class Batch:
 
     def counted(self) -> Batch:
         """Return the rows whose weight is not 0, or all of them where every weight is 0."""
-        real = self.weights != 0.0
-        if real.all() or not real.any():
+        if np.count_nonzero(self.weights) in (0, self.rows):
             return self
+        real = self.weights != 0.0
         columns = {name: array[real] for name, array in self.columns.items()}
         return Batch(columns=columns, weights=self.weights[real], samples=self.samples[real])
 

@@ -383,7 +383,7 @@ class Lookahead:
             read.append(next(self._feeds))
         following: Feed | None = None
         for feed in reversed(read):
-            following = replace(feed, following=following)
+            following = feed if following is None else replace(feed, following=following)
         assert following is not None, "the next one is among them"
         read.popleft()
         return following

@@ -194,7 +194,11 @@ class BatchRows:
     def __init__(self, batch: Batch, layout: BatchLayout, group: GroupFactory | None, where: str) -> None:
         self._batch, self._layout, self._group, self._where = batch, layout, group, where
         self._counts: list[int] = []  # rows of each rank, once something was gathered
-        self._real = torch.from_numpy(batch.weights > 0)
+
+    @functools.cached_property
+    def _real(self) -> Tensor:
+        """Whether each row has a weight."""
+        return torch.from_numpy(self._batch.weights > 0)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks; see `core.loss_api`. Raises JobError where that is not possible."""

@@ -43,7 +43,7 @@ def to_tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.
     """
     host = values if isinstance(values, torch.Tensor) else _shared(name, values)
     if device.type != "cuda" or host.device.type == "cuda":
-        return host.to(device)
+        return host if host.device == device else host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -463,8 +464,10 @@ class Objective(nn.Module):
         self.micro_losses.append((share, losses))
         kind = self.carry.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
-        news, self.news = self.news, self._no_news
-        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news))
+        news = self.news
+        if news is not self._no_news:
+            self.news = self._no_news
+        sums = torch.stack((weight, loss, self._wishes[share.wish], *news)).to(kind)
         if self.logged.names:
             sums = torch.cat((sums, *self.logged.take(sums)))
         sums.mul_(self.world)
@@ -531,7 +534,7 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
     if isinstance(result, Terms):
         own = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
         weights = weights * _expanded(what, own, values, where)
-    if isinstance(result, Terms) or not batch.weights.all():
+    if isinstance(result, Terms) or np.count_nonzero(batch.weights) < batch.rows:
         values = values.masked_fill(weights == 0.0, 0.0)
     return Terms(values, weights)
 

@@ -130,7 +130,9 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
     if replica.custom:
         return _train_by_turns(replica, runner, feed)
     laps, probe, spec, scale = replica.laps, runner.probe, replica.spec, replica.scale
-    runner.objective.scale = scale.factor if scale else 1.0
+    factor = scale.factor if scale else 1.0
+    if runner.objective.scale != factor:
+        runner.objective.scale = factor
     laps.begin(feed.step)
     sampled = probe.due(feed)
     with replica.attempt() as attempt:
@@ -143,7 +145,9 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
             gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
             replica.confirm()
         length = None if totals.norm is None else totals.norm / runner.objective.scale
-        totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
+        scatter = probe.heard(totals.told)
+        if length is not None:
+            totals = replace(totals, norm=length if wants_norm else None)
         overflowed = has_overflowed(runner, scale, totals, feed)
         rate = replica.rates.begin(feed.step, feed.metrics, runner.where)
         if replica.versions is not None:
