@@ -187,6 +187,7 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
     what is tried before a run is not tried where Ray is connected.
     """
     import ray
+    from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     def connect(wanted: bool) -> None:
@@ -197,6 +198,7 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
+        patch.setattr(Node, "start_api_server", Node.start_api_server)
         ray_clusters.thrifty()
         connect(True)
         CLUSTER.append(connect)

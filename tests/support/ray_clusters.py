@@ -1,8 +1,8 @@
 """Ray clusters for tests: as any other, but they spend less on starting processes.
 
-Workers are forked from a process that has imported what they need, and what serves an autoscaler or carries logs to the
-driver is left out. Run as a module this is `python -m trainwright`, whose own Ray cluster, if it starts one, is such a
-one; `forking` comes first.
+Workers are forked from a process that has imported what they need, when they are wanted. What serves an autoscaler,
+carries logs to the driver or counts usage is left out. Run as a module this is `python -m trainwright`, whose own Ray
+cluster, if it starts one, is such a one; `forking` comes first.
 """
 
 from __future__ import annotations
@@ -38,10 +38,20 @@ def forking(imports: Sequence[str] = IMPORTS) -> Iterator[None]:
 
 def thrifty() -> None:
     """From now on this process starts such clusters."""
+    from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     own = {"setup_worker_path": ray_worker_start.__file__, "include_log_monitor": False, "no_monitor": True}
     RayParams.__init__ = partialmethod(RayParams.__init__, **own)  # type: ignore[method-assign]
+    os.environ["RAY_prestart_worker_first_driver"] = "0"
+    start_api_server = Node.start_api_server
+
+    def start_dashboard(node: Node, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Without a dashboard Ray starts its process for usage statistics alone."""
+        if include_dashboard is not False:
+            start_api_server(node, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+
+    Node.start_api_server = start_dashboard  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
