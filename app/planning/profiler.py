@@ -86,8 +86,12 @@ def framework_of(model: Any) -> str:
 
 def _meta_device() -> contextlib.AbstractContextManager[Any]:
     """Use torch's meta device where torch is loaded."""
-    torch = sys.modules.get("torch")
-    return torch.device("meta") if torch is not None else contextlib.nullcontext()
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return contextlib.nullcontext()
+    load_module("trainwright.strategies.torch.torch_compat")  # without it, normal_() there imports torch's compiler
+    meta: contextlib.AbstractContextManager[Any] = torch.device("meta")
+    return meta
 
 
 # --- Benchmarks of accelerators missing from the built-in table -------------------------------------------------------

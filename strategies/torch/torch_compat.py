@@ -388,7 +388,7 @@ def _postpone_compiler() -> None:
     spec = None if _NAME in sys.modules else importlib.util.find_spec(_NAME)
     if spec is not None:
         module = _DynamoStandIn(spec)
-        sys.modules[_NAME] = module
+        sys.modules[_NAME] = torch._dynamo = module  # torch would look for an attribute that is missing at each use
         sys.meta_path.insert(0, _DynamoFinder(module))
 
 

@@ -43,7 +43,7 @@ def thrifty() -> None:
 
     own = {"setup_worker_path": ray_worker_start.__file__, "include_log_monitor": False, "no_monitor": True}
     RayParams.__init__ = partialmethod(RayParams.__init__, **own)  # type: ignore[method-assign]
-    os.environ["RAY_prestart_worker_first_driver"] = "0"
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     start_api_server = Node.start_api_server
 
     def start_dashboard(node: Node, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:

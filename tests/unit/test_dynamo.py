@@ -43,6 +43,15 @@ steps(torch.optim.AdamW(divided.parameters(), 0.1), divided)
 kept_out = torch._dynamo.disable(lambda x: torch.sin(x) if torch.compiler.is_compiling() else x)
 assert "torch._dynamo.utils" not in sys.modules, "something imported the compiler"
 """
+PLANNED = """
+import sys, torch
+from trainwright.planning.profiler import build_model
+
+assert build_model(lambda: torch.nn.Embedding(4, 4)).weight.is_meta
+assert "torch._dynamo.utils" not in sys.modules, "planning imported the compiler"
+assert "_dynamo" in vars(torch), "torch looks for it at each use, which takes ten microseconds"
+print("well")
+"""
 WHOLE = """
 import torch._dynamo, torch._dynamo.utils
 from torch._compile import _disable_dynamo
@@ -82,4 +91,9 @@ def test_the_compiler_comes_with_its_first_use_and_is_whole(use: str) -> None:
         [sys.executable, "-W", "error::UserWarning", "-c", f"{TRAINED}\n{use}\n{WHOLE}"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+    assert found.stdout == "well\n", found.stderr
+
+
+def test_a_model_is_planned_without_it() -> None:
+    found = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, timeout=120, check=False)
     assert found.stdout == "well\n", found.stderr
