@@ -82,8 +82,8 @@ def convergence(
 
     job = _job(file, overrides)
     _check_metric(job, metric)
-    trials = convergence_trials(job, *_compared(workers, mode), seeds)
-    _compare("convergence", job, trials, metric, fresh, html, as_json)
+    done = _run_all(convergence_trials(job, *_compared(workers, mode), seeds), fresh)
+    _compare("convergence", job, done, metric, html, as_json)
 
 
 @study.command()
@@ -92,6 +92,7 @@ def batch(
     sizes: Annotated[str, typer.Option(metavar="N,...", help="Batch sizes.")] = "64,256,1024,4096",
     metric: _Metric = None,
     seeds: _Seeds = 3,
+    concurrent: Annotated[int, typer.Option(min=1, help="Runs at a time, each on an equal share of the cluster.")] = 1,
     overrides: Overrides = None,
     fresh: _Fresh = False,
     html: Html = None,
@@ -102,22 +103,21 @@ def batch(
 
     job = _job(file, overrides)
     _check_metric(job, metric)
-    _compare("batch", job, batch_trials(job, _numbers(sizes), seeds), metric, fresh, html, as_json)
+    done = _run_all(batch_trials(job, _numbers(sizes), seeds), fresh, concurrent)
+    _compare("batch", job, done, metric, html, as_json)
 
 
 def _compare(
     kind: StudyKind,
     job: Job,
-    trials: Sequence[StudyTrial],
+    done: Sequence[StudyTrial],
     metric: str | None,
-    fresh: bool,
     html: str | None,
     as_json: bool,
 ) -> None:
-    """Run the trials of a study of a metric, and show what they found."""
+    """Show what the trials of a study of a metric found."""
     from trainwright.studies.study_report import StudyReport, metric_of
 
-    done = _run_all(trials, fresh)
     try:
         compared = metric_of(done, metric)
     except KeyError as known:
@@ -125,10 +125,12 @@ def _compare(
     _show(StudyReport(kind=kind, name=job.name, metric=compared, trials=done), html, as_json)
 
 
-def _run_all(trials: Sequence[StudyTrial], fresh: bool) -> list[StudyTrial]:
+def _run_all(trials: Sequence[StudyTrial], fresh: bool, concurrent: int = 1) -> list[StudyTrial]:
     from trainwright.studies.study_trials import run_trials
 
-    return run_trials(trials, fresh=fresh, say=lambda line: print(line, file=sys.stderr, flush=True))
+    return run_trials(
+        trials, fresh=fresh, concurrent=concurrent, say=lambda line: print(line, file=sys.stderr, flush=True)
+    )
 
 
 def _show(report: StudyReport, html: str | None, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The runs of a study, one after the other, so that each has the whole cluster. A repeated call skips finished ones.
+"""The runs of a study. A repeated call skips finished ones.
 
 scaling      throughput by the number of workers, synchronous and asynchronous
 convergence  a metric over time, by the number of workers, synchronous and asynchronous
@@ -10,22 +10,26 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from trainwright.core.engine import takes_optimizer, with_batch_size
-from trainwright.core.errors import JobError, LossSpike, NonFiniteLoss, RunFinished, Stopped
+from trainwright.core.errors import JobError, LossSpike, NonFiniteLoss, RunFinished, Stopped, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.lr_schedules import constant, linear_scaling
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.stored_run import open_run
+from trainwright.storage.object_store import open_store
+from trainwright.tuning.parallel_runs import train_in_parallel
 
 StudyKind = Literal["scaling", "convergence", "batch"]
 MODES: Mapping[str, Mapping[str, Any]] = {
     "synchronous": {"consistency": "sync"},
     "asynchronous": {"strategy": "parameter_server", "consistency": "async"},
 }
+_LOSS_ERRORS = (NonFiniteLoss, LossSpike)  # with large batches and rates; they are results of a study
 _RULES = ("same rate", "linear rule")
 _WARMUP = 0.1  # share of the run, of the linear rule
 _FIXED = {"min_workers": None, "max_workers": None, "on_loss": "wait"}  # the number of workers stays that of the trial
@@ -122,42 +126,74 @@ def batch_trials(job: Job, batch_sizes: Sequence[int], seeds: int) -> list[Study
 
 
 def run_trials(
-    trials: Sequence[StudyTrial], *, fresh: bool = False, say: Callable[[str], object] = print
+    trials: Sequence[StudyTrial], *, fresh: bool = False, concurrent: int = 1, say: Callable[[str], object] = print
 ) -> list[StudyTrial]:
     """Run the trials, and return them with what came of them.
 
     Args:
         fresh: run finished ones again.
+        concurrent: most trials at a time, each on an equal share of the cluster.
         say: takes a line for the user.
 
     Raises:
         Stopped: a signal stopped one of them; the same call continues.
         TrainwrightError: one of them failed for another reason than its loss.
     """
+    threads = _threads_per_worker(trials[0].job) if trials[0].label in MODES else None
+    given = [replace(each, job=each.job.replace(threads_per_worker=threads)) for each in trials] if threads else trials
+    run = _run_in_turn if concurrent == 1 else partial(_run_in_parallel, concurrent=concurrent)
+    failed = run(given, fresh=fresh, say=say)
+    done = []
+    for trial in trials:
+        history = open_run(trial.job.name, trial.job.storage).read()
+        done.append(replace(trial, history=history, error=failed.get(trial.job.name, "")))
+    return done
+
+
+def _run_in_turn(trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[str], object]) -> dict[str, str]:
+    """Run one trial after the other on the whole cluster; return why trials failed, by the names of their runs."""
     from trainwright import api
 
-    done, threads = [], None
+    failed = {}
     for number, trial in enumerate(trials, 1):
         say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
-        failed = ""
         try:
-            threads = threads or (_threads_per_worker(trial.job) if trial.label in MODES else None)
-            run = api.fit(trial.job.replace(threads_per_worker=threads) if threads else trial.job, fresh=fresh)
+            run = api.fit(trial.job, fresh=fresh)
         except RunFinished:
             say("  it is finished already")
-        except (NonFiniteLoss, LossSpike) as error:  # large batches and rates may diverge: that is a result
-            failed = error.summary
-            say(f"  it failed: {failed}")
+            _check_threads(trial)
+        except _LOSS_ERRORS as error:
+            failed[trial.job.name] = error.summary
+            say(f"  it failed: {error.summary}")
         else:
             if run.state == "stopped":
                 raise Stopped(
                     f"the study was stopped in run {trial.job.name}",
                     remedy="the same command continues it", signal=run.signal or signal.SIGINT,
                 )  # fmt: skip
-        history = open_run(trial.job.name, trial.job.storage).read()
-        _check_threads(trial, history, threads)
-        done.append(replace(trial, history=history, error=failed))
-    return done
+    return failed
+
+
+def _run_in_parallel(
+    trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[str], object], concurrent: int
+) -> dict[str, str]:
+    """Run some trials at a time; return why trials failed, by the names of their runs."""
+    jobs, failed = [trial.job for trial in trials], {}
+    for job in jobs if fresh else ():
+        open_store(job.storage).delete_folder(job.name)
+    say(f"{len(jobs)} runs, {concurrent} at a time")
+
+    def keep(job: Job, error: TrainwrightError) -> None:
+        if not isinstance(error, _LOSS_ERRORS):
+            raise error
+        failed[job.name] = error.summary
+        say(f"  run {job.name} failed: {error.summary}")
+
+    def tell(job: Job) -> None:
+        say(f"  run {job.name} is finished")
+
+    train_in_parallel(jobs, what="runs of the study", parts=concurrent, on_end=tell, on_error=keep)
+    return failed
 
 
 def _by_workers(
@@ -187,10 +223,11 @@ def _threads_per_worker(job: Job) -> int | None:
     return None if discover().accelerators and job.scaling.accelerator != "cpu" else 1
 
 
-def _check_threads(trial: StudyTrial, history: RunHistory, threads: int | None) -> None:
-    """Refuse a finished run whose workers had other threads. Raises JobError."""
-    plan = plan_from(history.summary.start.plan)
-    if threads and plan is not None and plan.placement.threads != threads:
+def _check_threads(trial: StudyTrial) -> None:
+    """Refuse a finished run whose workers had other threads than those that are compared. Raises JobError."""
+    threads = trial.job.scaling.threads_per_worker if trial.label in MODES else None
+    plan = plan_from(open_run(trial.job.name, trial.job.storage).read().summary.start.plan) if threads else None
+    if plan is not None and plan.placement.threads != threads:
         raise JobError([
             f"run {trial.job.name} was made with {plan.placement.threads} CPU threads for each worker, and this study "
             f"has {threads}: run it again with --fresh, or set threads_per_worker={plan.placement.threads}"
