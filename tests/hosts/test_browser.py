@@ -192,6 +192,44 @@ def test_a_stored_report_is_alive_without_any_request(browser: Browser, report: 
         assert watched.requests == [report] and watched.errors == []
 
 
+class Fingers:
+    """Touches the chart of the loss, at shares of its width."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._over = watched.page.locator('.chart:has-text("Loss") .u-over')
+        self._over.scroll_into_view_if_needed()
+        self._session = watched.page.context.new_cdp_session(watched.page)
+
+    def touch(self, kind: str, *places: float) -> None:
+        box = self._over.bounding_box()
+        assert box is not None
+        points = [{"x": box["x"] + place * box["width"], "y": box["y"] + 50, "id": n} for n, place in enumerate(places)]
+        self._session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    def tap(self) -> None:
+        self.touch("touchStart", 0.5)
+        self.touch("touchEnd")
+
+
+def test_two_fingers_zoom_all_charts_of_steps_and_two_taps_show_all_again(browser: Browser, report: str) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with opened(browser, report, **phone) as watched:
+        fingers = Fingers(watched)
+        loss, samples = picture(watched), picture(watched, "Samples/s")
+        fingers.touch("touchStart", 0.4, 0.6)
+        for reach in (0.2, 0.3, 0.4):
+            fingers.touch("touchMove", 0.5 - reach, 0.5 + reach)
+        fingers.touch("touchEnd")
+        assert picture(watched) != loss and picture(watched, "Samples/s") != samples
+        fingers.tap()
+        assert picture(watched) != loss, "one tap keeps the zoom"
+        watched.page.wait_for_timeout(400)
+        fingers.tap()
+        fingers.tap()
+        assert picture(watched) == loss and picture(watched, "Samples/s") == samples
+        assert watched.errors == [] and watched.requests == [report]
+
+
 def test_a_report_without_scripts_has_its_tables_and_recoveries(browser: Browser, report: str) -> None:
     with opened(browser, report, java_script_enabled=False) as watched:
         shown = watched.page.inner_text("main")

@@ -107,6 +107,34 @@
     };
   }
 
+  function pinch(view) { // two fingers zoom and move the steps between them; two taps show all again
+    let held = null, tapped = 0;
+    const over = view.plot.over;
+    const fingers = (event) => {
+      const left = over.getBoundingClientRect().left;
+      return [...event.touches].map((touch) => touch.clientX - left).sort((one, other) => one - other);
+    };
+    const scale = (low, high) => {
+      const x = view.plot.data[0], [min, max] = [Math.max(low, x[0]), Math.min(high, x[x.length - 1])];
+      if (min >= max) return;
+      for (const each of views.values()) {
+        if (each === view || !(each.chart.x || view.chart.x)) each.plot.setScale("x", {min, max});
+      }
+    };
+    over.addEventListener("touchstart", (event) => {
+      held = event.touches.length === 2 ? fingers(event).map((x) => view.plot.posToVal(x, "x")) : null;
+      if (event.touches.length === 1 && event.timeStamp - tapped < 300) scale(-Infinity, Infinity);
+      tapped = event.touches.length === 1 ? event.timeStamp : 0;
+    }, {passive: true});
+    over.addEventListener("touchmove", (event) => {
+      tapped = 0;
+      if (held === null || event.touches.length !== 2) return;
+      event.preventDefault();
+      const [left, right] = fingers(event), unit = (held[1] - held[0]) / Math.max(right - left, 1);
+      scale(held[0] - left * unit, held[1] + (over.clientWidth - right) * unit);
+    }, {passive: false});
+  }
+
   function draw(view) {
     const chart = view.chart, kept = view.plot && zoomed(view.plot) ? {...view.plot.scales.x} : null;
     if (view.plot) view.plot.destroy();
@@ -127,6 +155,7 @@
       columns(view),
       view.host,
     );
+    pinch(view);
     if (kept) view.plot.setScale("x", {min: kept.min, max: kept.max});
   }
 
