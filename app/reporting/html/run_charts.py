@@ -382,6 +382,8 @@ def bands_chart(
         if ideal:
             dashed = (0, (4, 2))
             axes.plot(*zip(*ideal, strict=True), color=_COLOURS["soft"], linestyle=dashed, linewidth=1.2, label="ideal")
+            shown = (*curves.values(), *(beyond or {}).values())
+            axes.set_xticks(sorted({band.x for bands in shown for band in bands}))
         if mark is not None:
             axes.axvline(mark[1], color=_COLOURS["soft"], linestyle=(0, (2, 2)), linewidth=1.2, label=mark[0])
         _legend(axes)
