@@ -224,6 +224,8 @@ class StudyReport:
                 )
         if self.kind == "convergence":
             found.append("Time counts steps alone, not the start, evaluations and checkpoints.")
+            if max(len(_history(trial).evaluated) for trial in self.trials) < 2:
+                found.append("The runs were evaluated once, so that there are no curves: see evaluate_epochs=.")
             for label, x in self.means:
                 stale = [staleness_of(_history(trial).summary.stale) for trial in self._trials(label, x)]
                 if any(each.counts for each in stale):

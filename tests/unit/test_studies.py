@@ -104,14 +104,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def done(trials: list[StudyTrial], value: Any) -> None:
-    """Store a run of each, whose last accuracy and pace are `value(trial)`."""
+def done(trials: list[StudyTrial], value: Any, evaluations: tuple[int, ...] = (10, 20)) -> None:
+    """Store a run of each, whose last accuracy and pace are `value(trial)`, evaluated after these steps."""
     for trial in trials:
         accuracy, step_s = value(trial)
         steps = replace(stepped(range(1, 21), time_s=102), step_s=[step_s] * 20)
         evaluated = [
             events.Evaluated(time_s=103, step=step, metrics={"loss": 0.5, "accuracy": accuracy - (20 - step) / 100})
-            for step in (10, 20)
+            for step in evaluations
         ]
         record(
             trial.job.storage, [started(), events.Formed(time_s=101), steps, *evaluated], name=trial.job.name,
@@ -240,6 +240,14 @@ def test_a_convergence_study_has_curves_over_time_and_samples_on_a_page_without_
     assert page.open == [] and "script" not in page.tags and all(target.startswith("#") for target in page.fetched)
     for told in ("accuracy over time", "accuracy over samples", "asynchronous, 2 workers", "1 node, 2 CPUs"):
         assert told in html
+
+
+def test_runs_that_were_evaluated_once_have_points_with_intervals_and_no_curves(ran: list[str]) -> None:
+    trials = convergence_trials(job(storage=storage()), [1], ["synchronous"], 2)
+    done(trials, lambda trial: (0.9 - 0.1 * trial.seed, 0.1), evaluations=(20,))
+    html = report("convergence", trials).page()
+    assert "The runs were evaluated once, so that there are no curves: see evaluate_epochs=." in html
+    assert html.count('stroke-opacity="0.5"') == 2, "the interval of the point, over time and over samples"
 
 
 def test_a_metric_that_was_not_evaluated_is_refused_with_the_known_ones(ran: list[str]) -> None:

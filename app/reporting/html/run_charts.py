@@ -370,9 +370,11 @@ def bands_chart(
             style: dict[str, Any] = {"color": colour, "linestyle": dashed, "marker": "o", "markersize": 4}
             axes.plot(x, [band.mean for band in bands], label=_no_math(label), **style)
             known = [band for band in bands if math.isfinite(band.low)]
-            if known:
-                lows, highs = [band.low for band in known], [band.high for band in known]
-                axes.fill_between([band.x for band in known], lows, highs, color=colour, alpha=0.18, linewidth=0)
+            at, lows, highs = ([getattr(band, name) for band in known] for name in ("x", "low", "high"))
+            if len(known) == 1:
+                axes.vlines(at, lows, highs, color=colour, linewidth=1.5, alpha=0.5)
+            elif known:
+                axes.fill_between(at, lows, highs, color=colour, alpha=0.18, linewidth=0)
             if beyond and label in beyond:
                 more = beyond[label]
                 x, means = [band.x for band in more], [band.mean for band in more]
