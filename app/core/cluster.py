@@ -384,7 +384,7 @@ class Cluster:
         apart = f", in {regions} regions" if regions > 1 else ""
         spot = f", {self.preemptible} preemptible" if self.preemptible else ""
         coming = f", {len(self.coming)} to be started first" if self.coming else ""
-        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPUs, {devices}{apart}{spot}{coming}"
+        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPU{'s' if self.cpus != 1 else ''}, {devices}{apart}{spot}{coming}"
 
 
 def _described_node(name: str, each: int, kind: str, network: float, text: str) -> Node:
