@@ -199,6 +199,7 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
         patch.setattr(Node, "start_api_server", Node.start_api_server)
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
         ray_clusters.thrifty()
         connect(True)
         CLUSTER.append(connect)

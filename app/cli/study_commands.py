@@ -92,7 +92,9 @@ def batch(
     sizes: Annotated[str, typer.Option(metavar="N,...", help="Batch sizes.")] = "64,256,1024,4096",
     metric: _Metric = None,
     seeds: _Seeds = 3,
-    concurrent: Annotated[int, typer.Option(min=1, help="Runs at a time, each on an equal share of the cluster.")] = 1,
+    concurrent: Annotated[
+        int, typer.Option(min=1, help="Most runs at a time, each on an equal share of the cluster.")
+    ] = 1,
     overrides: Overrides = None,
     fresh: _Fresh = False,
     html: Html = None,

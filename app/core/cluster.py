@@ -384,7 +384,8 @@ class Cluster:
         apart = f", in {regions} regions" if regions > 1 else ""
         spot = f", {self.preemptible} preemptible" if self.preemptible else ""
         coming = f", {len(self.coming)} to be started first" if self.coming else ""
-        return f"{count} node{'s' if count != 1 else ''}, {self.cpus:g} CPU{'s' if self.cpus != 1 else ''}, {devices}{apart}{spot}{coming}"
+        nodes, cpus = ("s" if number != 1 else "" for number in (count, self.cpus))
+        return f"{count} node{nodes}, {self.cpus:g} CPU{cpus}, {devices}{apart}{spot}{coming}"
 
 
 def _described_node(name: str, each: int, kind: str, network: float, text: str) -> Node:

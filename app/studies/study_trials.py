@@ -21,7 +21,6 @@ from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.stored_run import open_run
-from trainwright.storage.object_store import open_store
 from trainwright.tuning.parallel_runs import train_in_parallel
 
 StudyKind = Literal["scaling", "convergence", "batch"]
@@ -117,7 +116,7 @@ def batch_trials(job: Job, batch_sizes: Sequence[int], seeds: int) -> list[Study
             made: tuple[Any, ...] = tuple(own)
             if rule == "linear rule":
                 made = tuple(_LinearRule(batch_size=size, reference=job.batch_size, schedule=each) for each in own)
-            fields = {**_WHOLE, "batch_size": size, "schedule": made if len(made) > 1 else made[0]}
+            fields = {**_FIXED, **_WHOLE, "batch_size": size, "schedule": made if len(made) > 1 else made[0]}
             for seed in range(seeds):
                 name = f"{job.name}-batch-{rule.replace(' ', '-')}-{size}-seed{seed}"
                 run = job.replace(name=name, seed=job.training.seed + seed, **fields)
@@ -178,10 +177,8 @@ def _run_in_parallel(
     trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[str], object], concurrent: int
 ) -> dict[str, str]:
     """Run some trials at a time; return why trials failed, by the names of their runs."""
-    jobs, failed = [trial.job for trial in trials], {}
-    for job in jobs if fresh else ():
-        open_store(job.storage).delete_folder(job.name)
-    say(f"{len(jobs)} runs, {concurrent} at a time")
+    failed = {}
+    say(f"{len(trials)} runs, at most {concurrent} at a time{'' if fresh else '; finished ones are not run again'}")
 
     def keep(job: Job, error: TrainwrightError) -> None:
         if not isinstance(error, _LOSS_ERRORS):
@@ -192,7 +189,8 @@ def _run_in_parallel(
     def tell(job: Job) -> None:
         say(f"  run {job.name} is finished")
 
-    train_in_parallel(jobs, what="runs of the study", parts=concurrent, on_end=tell, on_error=keep)
+    jobs = [trial.job for trial in trials]
+    train_in_parallel(jobs, what="runs of the study", parts=concurrent, fresh=fresh, on_end=tell, on_error=keep)
     return failed
 
 

@@ -34,6 +34,7 @@ def train_in_parallel(
     what: str,
     parts: int | None = None,
     resume: bool = False,
+    fresh: bool = False,
     verbose: bool = False,
     on_start: Callable[[Run], object] | None = None,
     on_end: Callable[[Job], object] | None = None,
@@ -48,9 +49,10 @@ def train_in_parallel(
         jobs: one for each run.
         what: the runs, in words.
         parts: shares of the cluster, at most; by default as many as there are unfinished runs.
-        resume, verbose: as of `tw.fit`.
+        resume, fresh, verbose: as of `tw.fit`.
         on_start: called with each run that has started.
-        on_end: called with the job of each run that has ended; the progress of runs is not shown then.
+        on_end: called with the job of each run that has ended, unless all are stopped; the progress of runs is not
+            shown then.
         on_error: called with the job and the error of each run that could not start or failed, and the others
             continue; what it raises stops them. By default, and where a run belongs to another job or driver, the
             first error stops the others.
@@ -63,15 +65,16 @@ def train_in_parallel(
     if not jobs:
         return
     connect(verbose)
-    waiting = _unfinished(jobs, resume)
+    waiting = _unfinished(jobs, resume, fresh)
     if not waiting:
         return
     cluster = discover()
     if parts is not None:
         parts = max(1, min(parts, cluster.slots // max(prepared.job.scaling.workers or 1 for prepared in waiting)))
     runs = ParallelRuns(
-        waiting, cluster, parts=parts, verbose=verbose, on_start=on_start, on_end=on_end, on_error=on_error
-    )
+        waiting, cluster, parts=parts, fresh=fresh, verbose=verbose, on_start=on_start, on_end=on_end,
+        on_error=on_error,
+    )  # fmt: skip
     with stop_on_signals(runs) as stops:
         runs.train()
     if runs.stopped:
@@ -86,7 +89,7 @@ class ParallelRuns:
     Args:
         waiting: the runs to train.
         cluster: the resources that they share.
-        parts, verbose, on_start, on_end, on_error: as of `train_in_parallel`.
+        parts, fresh, verbose, on_start, on_end, on_error: as of `train_in_parallel`.
 
     Attributes:
         stopped: whether `stop` was called, or one of the runs was stopped from elsewhere.
@@ -98,6 +101,7 @@ class ParallelRuns:
         cluster: Cluster,
         *,
         parts: int | None = None,
+        fresh: bool = False,
         verbose: bool = False,
         on_start: Callable[[Run], object] | None = None,
         on_end: Callable[[Job], object] | None = None,
@@ -105,7 +109,8 @@ class ParallelRuns:
     ) -> None:
         if all(prepared.job.scaling.accelerator == "cpu" for prepared in waiting):
             cluster = cluster.without_accelerators()
-        self._waiting, self._cluster, self._verbose = list(waiting), cluster, verbose
+        self._waiting, self._cluster = list(waiting), cluster
+        self._fresh, self._verbose = fresh, verbose
         self._on_start, self._on_end, self._on_error = on_start, on_end, on_error
         self._free = split_cluster(cluster, parts or len(waiting))
         self._large: list[PreparedJob] = []
@@ -163,7 +168,7 @@ class ParallelRuns:
         shown = PlainTextDisplay if self._on_end is None else _WarningsOnly
         surface = shown(Console(file=sys.stderr), head=f"{job.name}: ")
         progress = RunProgress(decision.chosen, verbose=self._verbose, surface=surface)
-        run = Run(job, create_controller(prepared, decision, progress), decision)
+        run = Run(job, create_controller(prepared, decision, progress, fresh=self._fresh), decision)
         self._running[run] = share
         if self._on_start is not None:
             self._on_start(run)
@@ -183,7 +188,7 @@ class ParallelRuns:
                 self._free.append(self._running.pop(run))
                 if run.state == "stopped" and not run.stop_asked:  # from elsewhere: it is not finished
                     self.stop()
-                if self._on_end is not None and not self.stopped:
+                if self._on_end is not None and not self.stopped and not self._errors:
                     self._on_end(run.job)
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -237,12 +242,12 @@ def _parts(node: Node, wanted: int) -> list[Node]:
     return [part] * number
 
 
-def _unfinished(jobs: Iterable[Job], resume: bool) -> list[PreparedJob]:
+def _unfinished(jobs: Iterable[Job], resume: bool, fresh: bool) -> list[PreparedJob]:
     """Return the runs that have steps left. Raises RunConflict for a run that was started with another job."""
     found = []
     for job in jobs:
         try:
-            found.append(prepare(job, resume=resume))
+            found.append(prepare(job, resume=resume, fresh=fresh))
         except RunFinished:
             continue
     return found

@@ -26,7 +26,7 @@ def test_batch_sizes_are_compared_and_a_repeated_command_runs_nothing(tmp_path: 
     assert all(0.0 < rows[rule, 250] <= 1.0 for rule in ("same rate", "linear rule")) and data["metric"] == "accuracy"
     assert len(rows) == 4 and rows["same rate", 500] is rows["linear rule", 500] is None
     assert "accuracy by batch size" in page.read_text()
-    assert "4 runs, 2 at a time" in err and err.count(" is finished\n") == 2
+    assert "4 runs, at most 2 at a time" in err and err.count(" is finished\n") == 2
     assert err.count("failed: the loss became nan in step 1") == 2, err
     code, out, err = finish(*command, "--json", cluster=address())
     assert code == 0 and err.count("it is finished already") == 2 and json.loads(out) == data, err

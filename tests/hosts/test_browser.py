@@ -193,10 +193,10 @@ def test_a_stored_report_is_alive_without_any_request(browser: Browser, report: 
 
 
 class Fingers:
-    """Touches the chart of the loss, at shares of its width."""
+    """Touches a chart at shares of its width."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._over = watched.page.locator('.chart:has-text("Loss") .u-over')
+    def __init__(self, watched: Watched, title: str) -> None:
+        self._over = watched.page.locator(f'.chart:has-text("{title}") .u-over')
         self._over.scroll_into_view_if_needed()
         self._session = watched.page.context.new_cdp_session(watched.page)
 
@@ -206,6 +206,13 @@ class Fingers:
         points = [{"x": box["x"] + place * box["width"], "y": box["y"] + 50, "id": n} for n, place in enumerate(places)]
         self._session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
+    def pinch(self, *reaches: float) -> None:
+        """Move two fingers from these distances to the middle."""
+        self.touch("touchStart", 0.5 - reaches[0], 0.5 + reaches[0])
+        for reach in reaches[1:]:
+            self.touch("touchMove", 0.5 - reach, 0.5 + reach)
+        self.touch("touchEnd")
+
     def tap(self) -> None:
         self.touch("touchStart", 0.5)
         self.touch("touchEnd")
@@ -214,12 +221,9 @@ class Fingers:
 def test_two_fingers_zoom_all_charts_of_steps_and_two_taps_show_all_again(browser: Browser, report: str) -> None:
     phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
     with opened(browser, report, **phone) as watched:
-        fingers = Fingers(watched)
+        fingers = Fingers(watched, "Loss")
         loss, samples = picture(watched), picture(watched, "Samples/s")
-        fingers.touch("touchStart", 0.4, 0.6)
-        for reach in (0.2, 0.3, 0.4):
-            fingers.touch("touchMove", 0.5 - reach, 0.5 + reach)
-        fingers.touch("touchEnd")
+        fingers.pinch(0.1, 0.2, 0.3, 0.4)
         assert picture(watched) != loss and picture(watched, "Samples/s") != samples
         fingers.tap()
         assert picture(watched) != loss, "one tap keeps the zoom"
@@ -227,6 +231,11 @@ def test_two_fingers_zoom_all_charts_of_steps_and_two_taps_show_all_again(browse
         fingers.tap()
         fingers.tap()
         assert picture(watched) == loss and picture(watched, "Samples/s") == samples
+        fingers.pinch(0.1, 0.3)
+        assert picture(watched) != loss
+        Fingers(watched, "Metrics on the evaluation set").pinch(0.4, 0.2, 0.1)
+        assert picture(watched) == loss, "out of a chart with fewer points: all of the others, too"
+        assert picture(watched, "Samples/s") == samples
         assert watched.errors == [] and watched.requests == [report]
 
 

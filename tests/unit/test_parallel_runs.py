@@ -133,6 +133,7 @@ def test_one_that_fails_stops_the_others_and_starts_none() -> None:
         plays.train()
     assert caught.value is lost and "run 'a'" in str(lost)
     assert [name for name, _, _ in plays.played] == ["a", "b"]
+    assert plays.ended == [], "the other was stopped, and is not finished"
 
 
 def test_a_signal_stops_all_and_starts_none() -> None:

@@ -107,30 +107,30 @@
     };
   }
 
-  function pinch(view) { // two fingers zoom and move the steps between them; two taps show all again
-    let held = null, tapped = 0;
-    const over = view.plot.over;
+  function pinch(view) { // two fingers zoom and move the steps between them; two taps are uPlot's double click
+    const over = view.plot.over, APART = 20; // pixels; fingers one above the other scroll
+    let held;
     const fingers = (event) => {
       const left = over.getBoundingClientRect().left;
-      return [...event.touches].map((touch) => touch.clientX - left).sort((one, other) => one - other);
+      const places = [...event.targetTouches].map((touch) => touch.clientX - left).sort((one, other) => one - other);
+      return places.length === 2 && places[1] - places[0] >= APART ? places : null;
     };
     const scale = (low, high) => {
-      const x = view.plot.data[0], [min, max] = [Math.max(low, x[0]), Math.min(high, x[x.length - 1])];
-      if (min >= max) return;
+      const x = view.chart.x ? view.plot.data[0] : data.steps, first = x[0], last = x[x.length - 1];
+      const span = Math.min(high - low, last - first), min = Math.min(Math.max(low, first), last - span), max = min + span;
+      if (!(min < max) || view.plot.over !== over) return;
       for (const each of views.values()) {
         if (each === view || !(each.chart.x || view.chart.x)) each.plot.setScale("x", {min, max});
       }
     };
     over.addEventListener("touchstart", (event) => {
-      held = event.touches.length === 2 ? fingers(event).map((x) => view.plot.posToVal(x, "x")) : null;
-      if (event.touches.length === 1 && event.timeStamp - tapped < 300) scale(-Infinity, Infinity);
-      tapped = event.touches.length === 1 ? event.timeStamp : 0;
+      held = fingers(event)?.map((x) => view.plot.posToVal(x, "x"));
     }, {passive: true});
     over.addEventListener("touchmove", (event) => {
-      tapped = 0;
-      if (held === null || event.touches.length !== 2) return;
+      const places = fingers(event);
+      if (!held || !places) return;
       event.preventDefault();
-      const [left, right] = fingers(event), unit = (held[1] - held[0]) / Math.max(right - left, 1);
+      const [left, right] = places, unit = (held[1] - held[0]) / (right - left);
       scale(held[0] - left * unit, held[1] + (over.clientWidth - right) * unit);
     }, {passive: false});
   }
@@ -155,7 +155,7 @@
       columns(view),
       view.host,
     );
-    pinch(view);
+    if (!chart.series[0].bars) pinch(view);
     if (kept) view.plot.setScale("x", {min: kept.min, max: kept.max});
   }
 
