@@ -79,6 +79,11 @@ FOUR = Row(
     benchmark="recovery_4",
     what=f"{_KILL}, one spare, against torchft",
 )
+SHRINK = Row(
+    told="with four workers, none in reserve and `on_loss=\"shrink\"`, which keeps the batch, against torchft",
+    benchmark="recovery_4",
+    what=f"{_KILL}, no spare, the others continue, against torchft",
+)
 FLOATS = Row(
     told="floats from parquet, first epoch, wall time, against DataLoader with 2 workers",
     benchmark="data_light",
@@ -92,7 +97,7 @@ IMAGES = Row(
 )
 
 TABLES: Mapping[str, Sequence[Row]] = {
-    "overview": (STEP, SHARDED, PIPELINE, STALL, FIRST, SPARE, NO_SPARE, FOUR, FLOATS, IMAGES),
+    "overview": (STEP, SHARDED, PIPELINE, STALL, FIRST, SPARE, NO_SPARE, SHRINK, FLOATS, IMAGES),
     "steps": (
         STEP,
         Row(
@@ -142,6 +147,12 @@ TABLES: Mapping[str, Sequence[Row]] = {
             told="the same against Ray Train (torchft's packages on the path slow it)",
             benchmark="recovery_4",
             what=f"{_KILL}, one spare, against TorchTrainer",
+        ),
+        SHRINK,
+        Row(
+            told="the same, to a step with all four workers again",
+            benchmark="recovery_4",
+            what="SIGKILL to a step with all workers again, no spare, the others continue, against torchft",
         ),
         Row(
             told="101 M parameters and Adam, one warm standby, against 0.6 s + 1.5 broadcasts of the state",
