@@ -80,7 +80,7 @@ FOUR = Row(
     what=f"{_KILL}, one spare, against torchft",
 )
 SHRINK = Row(
-    told="with four workers, none in reserve and `on_loss=\"shrink\"`, which keeps the batch, against torchft",
+    told='with four workers, none in reserve and `on_loss="shrink"`, which keeps the batch, against torchft',
     benchmark="recovery_4",
     what=f"{_KILL}, no spare, the others continue, against torchft",
 )
