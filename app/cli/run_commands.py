@@ -92,7 +92,7 @@ def fit(
         return
     from trainwright.runtime.run_handle import loading_code
 
-    _print_result(run, loading_code(file, overrides or []), _command_arguments(file, overrides))
+    _print_result(run, loading_code(run.job, file, overrides or []), _command_arguments(file, overrides))
 
 
 def distill(

@@ -177,7 +177,7 @@ class Planning(_OptionGroup):
             are then gathered) or `vocabulary` (embedding tables). By default it is derived from the model.
         probe: in runs that are long enough, measure plans with about equal predictions before the first step, and use
             the fastest. Measuring changes neither state, order nor randomness.
-        preflight: try model, loss, optimizer, schedule and metrics on five rows before any worker starts, in a process
+        preflight: try model, loss, optimizer, schedule and metrics on a few rows before any worker starts, in a process
             of its own on one CPU, so that errors show before the run starts. For workers on this machine's CPUs, steps
             are then timed for 0.4 s. Callbacks are not called. Left out where a transform of the data is slow to open,
             where teachers run in the loss, inside Ray Train, and for a resumed run; cut short after 5 s of CPU time.

@@ -417,9 +417,12 @@ def _best_step(job: Job, store: Store, named: Sequence[CheckpointRef]) -> int:
 
 def _none_whole(job: Job, step: CheckpointChoice, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
     which = {"None": "", "best": " of its best evaluation"}.get(str(step), f" at step {step}")
+    missing = "train it first: trainwright fit"
+    if "://" not in job.storage and not job.storage.startswith("/"):
+        missing += f"; or go to the folder where it was trained, since storage={job.storage!r} is in the current one"
     return CheckpointError(
         f"the run {job.name!r} has no whole checkpoint{which}",
         where=store.uri_of(job.name),
-        remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
+        remedy=f"steps kept: {kept}" if kept else missing,
         detail="\n".join(notes),
     )

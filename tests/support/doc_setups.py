@@ -78,7 +78,7 @@ FOLDERS = ["predictions"]
     (
         "docs/get-started.md",
         4,
-    ): "tried(stepped)\nimport pathlib; pathlib.Path('README.md').write_text('In the beginning ' * 99)",
+    ): "tried(job)\nimport pathlib; pathlib.Path('README.md').write_text('In the beginning ' * 99)",
     ("docs/get-started.md", 5): "tried(job)",
     ("docs/get-started.md", 6): "tried(job)",
     ("docs/moving-in.md", 0): 'FOLDERS = ["data/train"]' + _IMAGES,

@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.support.run_views import ALIVE
 from tests.support.torch_jobs import F1
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
+from trainwright.core.engine import CheckpointRef
+from trainwright.core.errors import DataError, JobError, RunConflict, TrainwrightError, UserCodeError
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.runtime import function_trial
@@ -34,6 +36,7 @@ from trainwright.runtime.function_trial import (
     run_trial,
     start_method,
 )
+from trainwright.storage.run_log import RunLog
 
 HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
 
@@ -402,3 +405,18 @@ def test_a_model_that_cannot_be_built_shows_the_users_own_lines(tmp_path: Path) 
     with pytest.raises(UserCodeError, match=r"model\(\) raised NameError") as caught:
         settled(job(tmp_path, model=built))
     assert 'nn.Linear(8, CLASSES["two"])' in caught.value.detail and "trainwright/" not in caught.value.detail
+
+
+def test_a_job_may_be_corrected_until_its_run_has_a_checkpoint(tmp_path: Path) -> None:
+    """A failure in the first step leaves nothing that another job could continue by mistake."""
+    first, corrected = prepare(job(tmp_path)), job(tmp_path, batch_size=8)
+    log = RunLog(first.store, "tried")
+    token = log.acquire(ALIVE, first.description).token
+    log.release(token, "failed")
+    assert not prepare(corrected).begun
+    token = log.acquire(ALIVE, first.description).token
+    log.commit(token, CheckpointRef(step=2, path="checkpoints/00000002-1", manifest_sha256=""), keep=1)
+    log.release(token, "failed")
+    assert prepare(job(tmp_path)).begun
+    with pytest.raises(RunConflict, match="was started with another job:\n    batch_size"):
+        prepare(corrected)
