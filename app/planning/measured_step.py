@@ -95,10 +95,10 @@ def predict_by_measuring(decision: Decision, job: Job, description: Mapping[str,
             _write({**known, key: step_s})
     one_cpu = Cluster(nodes=(replace(cluster.nodes[0], cpus=1.0),))
     measured = _measurement(decision, Plan.parse(""), one_cpu, rows, step_s)
-    together = f" while {plan.workers} processes took one" if plan.workers > 1 else ""
+    together = f", in each of {plan.workers} processes at a time" if plan.workers > 1 else ""
     note = (
         f"predicted from a step of {rows:,} rows, which took {1e3 * step_s:.3g} ms on a CPU of this machine{together}"
-        f"{', which other work slowed' if busy else ''}"
+        f"{'; other work on the machine slowed it' if busy else ''}"
     )
     return _predicted(decision, measured, note)
 
