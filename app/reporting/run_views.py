@@ -74,7 +74,7 @@ _COLOURS: dict[RunState, str] = {
 _REMEDIES: dict[RunState, str] = {
     "interrupted": "the driver is gone: run the same command again, it continues from the newest checkpoint",
     "stopped": "run the same command again, it continues from here",
-    "failed": "correct the cause that the error names, then run the same command again; with --resume if the job changes",
+    "failed": "correct the cause that the error names, then run the command again; --resume if the job changes",
 }
 _FOLLOW_S = 2.0
 _READERS = 32
