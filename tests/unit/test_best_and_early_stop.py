@@ -26,6 +26,7 @@ from trainwright.driver.driver_state import Phase
 from trainwright.planning.job_description import describe
 from trainwright.planning.job_file import load_job
 from trainwright.planning.job_preparation import prepare
+from trainwright.runtime.run_handle import loading_code
 
 STOP = tw.EarlyStop("loss", patience=2)
 
@@ -220,6 +221,15 @@ def job(folder: Path, **fields: Any) -> tw.Job:
         "metrics": {"error": squared},
     }  # fmt: skip
     return tw.Job(**{**given, **fields})
+
+
+def test_the_model_of_a_run_with_a_best_checkpoint_is_the_best(tmp_path: Path) -> None:
+    """The last line of `fit` is pasted into Python."""
+    assert loading_code(job(tmp_path), "job.py", []).endswith("model = tw.load_model('job.py')")
+    best = job(tmp_path, best="-error")
+    assert loading_code(best, "job.py", []).endswith("""model = tw.load_model('job.py', step="best")""")
+    changed = loading_code(best, "job.py", ["epochs=3"])
+    assert changed.endswith("""tw.load_model(load_job('job.py', ['epochs=3']), step="best")""")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("2h30m", 9000.0), ("1d 1s", 86401.0), (1.5, 1.5), ("0.5m", 30.0)])
