@@ -293,12 +293,12 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
 
 
 def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
-    """Refuse to continue the run of a different job without `resume`, unless it ended before its first checkpoint."""
+    """Refuse to continue the run of a different job without `resume`, unless it failed before its first checkpoint."""
     if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
     changed = description_changes(head.job, prepared.description)
-    if changed and head.checkpoints:
+    if changed and (head.checkpoints or head.outcome != "failed"):  # workers of a killed driver may hold its state
         listed = "".join(f"\n    {line}" for line in changed)
         raise RunConflict(
             f"the run {name!r} was started with another job:{listed}\n ",

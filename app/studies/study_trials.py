@@ -160,7 +160,6 @@ def _run_in_turn(trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[st
             run = api.fit(trial.job, fresh=fresh)
         except RunFinished:
             say("  it is finished already")
-            _check_threads(trial)
         except _LOSS_ERRORS as error:
             failed[trial.job.name] = error.summary
             say(f"  it failed: {error.summary}")
@@ -170,6 +169,7 @@ def _run_in_turn(trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[st
                     f"the study was stopped in run {trial.job.name}",
                     remedy="the same command continues it", signal=run.signal or signal.SIGINT,
                 )  # fmt: skip
+        _check_threads(trial)
     return failed
 
 

@@ -412,6 +412,8 @@ def test_a_job_may_be_corrected_until_its_run_has_a_checkpoint(tmp_path: Path) -
     first, corrected = prepare(job(tmp_path)), job(tmp_path, batch_size=8)
     log = RunLog(first.store, "tried")
     token = log.acquire(ALIVE, first.description).token
+    with pytest.raises(RunConflict, match="was started with another job"):
+        prepare(corrected)  # its workers may hold steps that no checkpoint has
     log.release(token, "failed")
     assert not prepare(corrected).begun
     token = log.acquire(ALIVE, first.description).token

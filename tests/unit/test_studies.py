@@ -212,7 +212,7 @@ def test_more_workers_than_were_measured_are_predicted_on_another_cluster(
 
 
 def test_a_finished_run_whose_workers_had_other_threads_is_refused(ran: list[str]) -> None:
-    trials = scaling_trials(job(storage=storage(), threads_per_worker=4), [2], ["synchronous"], 2, 20)
+    trials = scaling_trials(job(storage=storage(), threads_per_worker=4), [2], ["synchronous"], 1, 20)
     done(trials, lambda trial: (0.9, 0.1))
     with pytest.raises(JobError, match=r"was made with 1 CPU threads for each worker, and this study has 4"):
         run_trials(trials, say=lambda line: None)
