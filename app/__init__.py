@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from trainwright.distillation.trained_student import students as students
     from trainwright.integrations.huggingface import from_hf_trainer as from_hf_trainer
     from trainwright.integrations.lightning import from_lightning as from_lightning
+    from trainwright.planning.job_file import load_distillation as load_distillation
+    from trainwright.planning.job_file import load_job as load_job
     from trainwright.reporting.run_comparison import compare as compare
     from trainwright.reporting.stored_run import StoredRun as StoredRun
     from trainwright.reporting.stored_run import open_run as open_run
@@ -104,6 +106,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "distillation.trained_student": ("students",),
     "integrations.huggingface": ("from_hf_trainer",),
     "integrations.lightning": ("from_lightning",),
+    "planning.job_file": ("load_distillation", "load_job"),
     "reporting.run_comparison": ("compare",),
     "reporting.stored_run": ("StoredRun", "open_run"),
     "runtime.run_handle": ("Run",),

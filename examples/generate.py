@@ -12,7 +12,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import trainwright as tw
-from trainwright.planning.job_file import load_job
 
 GPT = Path(__file__).with_name("gpt.py")
 
@@ -28,7 +27,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="in this process, whatever layout it was trained in")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as the run was started with")
     given = parser.parse_args()
-    job = load_job(str(GPT), given.set)
+    job = tw.load_job(str(GPT), given.set)
     learnt = Tokenizer.from_file(f"data/king-james/tokens-{job.model.args[0].vocabulary}.json")
     prompt = learnt.encode(given.prompt).ids
     try:

@@ -70,7 +70,7 @@ def run_experiment(job: Job, plan: Plan, options: ChaosOptions, say: _Say = lamb
     faults = select_faults(options.faults, requirements)
     pinned = job.replace(workers=plan.workers, strategy=plan.strategy)
     with scratch_storage(job.storage, keep=options.keep) as scratch:
-        say(f"the uninterrupted run: {scratch.storage}")
+        say(f"the uninterrupted run, in {scratch.storage}" + ("" if options.keep else ", deleted at the end"))
         reference = run_job(pinned, "uninterrupted", scratch)
         if reference.error:
             raise TrainwrightError(

@@ -91,6 +91,7 @@ def options(
 
 def main() -> None:
     """Run the command line. Errors become plain text; the exit code is 2 for an invalid job, 1 for a failed run."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # a job file imports Keras before trainwright's own engines do
     try:
         _refuse_unknown_options(sys.argv[1:])
         with received_credentials():
@@ -142,5 +143,6 @@ def _exit_with_error(error: TrainwrightError, code: int) -> None:
         fields = {name: redact(getattr(error, name)) for name in ("what", "where", "remedy", "detail")}
         print(json.dumps({"error": {"type": type(error).__name__, **fields, "exit_code": code}}), file=sys.stderr)
         sys.exit(code)
-    print(escape_control_characters(redact(f"error: {error}")), file=sys.stderr)
+    detail = f"{error.detail.rstrip()}\n\n" if error.detail else ""  # what happened stands last, where one looks
+    print(escape_control_characters(redact(f"{detail}error: {error.summary}")), file=sys.stderr)
     sys.exit(code)

@@ -7,6 +7,7 @@ loss is always minimized, with or without a minus.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from trainwright.core.errors import JobError, nearest
 from trainwright.core.events import Evaluated
 
 _LOSS = "loss"
+_ERROR_NAME = re.compile(
+    r"(^|[_\W])(loss|error|err|mae|mse|rmse|mape|msle|nll|perplexity|ppl|wer|cer)([_\W]|$)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,15 @@ def check_goals(goals: Mapping[str, str], metrics: Collection[str]) -> None:
     ]
     if problems:
         raise JobError(problems)
+
+
+def goal_notes(goals: Mapping[str, str]) -> list[str]:
+    """Return a note on each goal, by option, that maximizes a metric with the name of an error."""
+    return [
+        f"{option}: the largest {goal} counts as the best; for the smallest write {'-' + goal!r}"
+        for option, goal in goals.items()
+        if not minimizes(goal) and _ERROR_NAME.search(goal)
+    ]
 
 
 def _score(goal: str, event: Evaluated) -> float:

@@ -179,15 +179,15 @@ def function_problem(field: str, value: Any) -> str:
     kinds, name = qualified_bases(type(value)), type(value).__name__
     if field == "model" and (_MODULE in kinds or _LAYER in kinds):
         return (
-            f"model= is a {name} that is made already: give a function that makes it, model=lambda: {name}(...), since "
+            f"model= is an instance of {name}: give a function that makes it, model=lambda: {name}(...), since "
             "each worker makes its own, the same by seed="
         )
     if field == "optimizer" and any(kind in kinds for kind in _OPTIMIZERS):
-        return f"optimizer= is a {name} that is made already: give a function, lambda parameters: {name}(parameters)"
+        return f"optimizer= is an instance of {name}: give a function, lambda parameters: {name}(parameters)"
     if field == "schedule":
         return _schedule_problem(type(value)) or _unset_problem(value)
     if field == "metrics" and hasattr(value, "update") and hasattr(value, "compute"):
-        return f"metrics= has a {name} that is made already: give a function that makes it, lambda: {name}(...)"
+        return f"metrics= has an instance of {name}: give a function that makes it, lambda: {name}(...)"
     if field == "callbacks" and isinstance(value, list | tuple):
         return (
             "callbacks= is a list: give a function that makes it, callbacks=lambda: [...], since each worker calls it"
@@ -201,7 +201,7 @@ def _schedule_problem(kind: type) -> str:
     kinds = qualified_bases(kind)
     if _SCHEDULER in kinds:
         return (
-            f"schedule= is a {kind.__name__} that is made already: give a function that makes it, lambda optimizer: "
+            f"schedule= is an instance of {kind.__name__}: give a function that makes it, lambda optimizer: "
             f"{kind.__name__}(optimizer, ...), since each worker makes its own"
         )
     if _KERAS_SCHEDULE in kinds:

@@ -74,10 +74,7 @@ def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
 def student_loading_code(file: str, overrides: list[str]) -> str:
     """Return the Python code that loads a student of a file's distillation."""
     given = f"{file!r}, {overrides!r}" if overrides else f"{file!r}"
-    return (
-        "import trainwright as tw; from trainwright.planning.job_file import load_distillation; "
-        f"model = tw.students(load_distillation({given}))[{STUDENT!r}].load_model()"
-    )
+    return f"import trainwright as tw; model = tw.students(tw.load_distillation({given}))[{STUDENT!r}].load_model()"
 
 
 @dataclass(frozen=True, kw_only=True)

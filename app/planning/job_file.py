@@ -45,10 +45,14 @@ _DISTILLATION = _FileObject(
 
 
 def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
-    """Return the job of a file with its `field=value` overrides.
+    """Return the job of a job file, with fields overridden as by the option `--set`.
 
-    Where the file's `job` is a function, it is called. Its own arguments may be overridden too, and are checked by
+    If `job` is a function in the file, it is called. Its own arguments may be overridden too, and are checked by
     their types: `def job(size: Literal["laptop", "cluster"] = "laptop") -> tw.Job`, and `size=cluster`.
+
+    Args:
+        path: the Python file.
+        overrides: texts such as `epochs=3`: a field, and a Python literal or a text.
 
     Raises:
         JobError: there is no such file, no job or more than one in it, or an override is wrong.
@@ -62,7 +66,8 @@ def load_distillation(path: str, overrides: Iterable[str] = ()) -> Any:
     """Return the `distillation`, `search` or `recipe` of a file, or the result of a function of that name.
 
     Overrides are of its own fields, then of those of its parts, such as the student's job and the loss:
-    `temperature=4`, `epochs=3`; a part may be named: `student.targets=label`. Raises as `load_job`.
+    `temperature=4`, `epochs=3`; a part may be named: `student.targets=label`. Arguments and errors are as of
+    `tw.load_job`.
     """
     return _loaded(_module(path), _DISTILLATION, path, overrides)
 

@@ -13,7 +13,7 @@ from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
 from trainwright.core.job import Job
-from trainwright.core.metric_goals import check_goals
+from trainwright.core.metric_goals import check_goals, goal_notes
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index, delivery_of, transformed_fields
@@ -186,6 +186,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
         problem = 'on_oom="replan" needs a torch module on one device in each worker'
         raise JobError([f"{problem}; the plan is {decision.chosen.name}: leave it out"])
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
+    notes += goal_notes(prepared.job.checkpointing.goals)
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if note := job.train.source.plan_note:

@@ -207,9 +207,5 @@ def export(job: Job, path: str, step: CheckpointChoice = None) -> str:
 def loading_code(job: Job, file: str, overrides: list[str]) -> str:
     """Return the Python code that loads the model of a run that was started from a job file."""
     step = ', step="best"' if job.checkpointing.best else ""
-    if not overrides:
-        return f"import trainwright as tw; model = tw.load_model({file!r}{step})"
-    return (
-        "import trainwright as tw; from trainwright.planning.job_file import load_job; "
-        f"model = tw.load_model(load_job({file!r}, {overrides!r}){step})"
-    )
+    job_text = f"tw.load_job({file!r}, {overrides!r})" if overrides else repr(file)
+    return f"import trainwright as tw; model = tw.load_model({job_text}{step})"

@@ -19,7 +19,7 @@ from trainwright.core.data import MetricSums
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import JobError
 from trainwright.core.events import CheckpointSkipped, Evaluated, RunEnded
-from trainwright.core.metric_goals import best_evaluation
+from trainwright.core.metric_goals import best_evaluation, goal_notes
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
@@ -88,6 +88,17 @@ def test_when_a_metric_has_not_improved_for_long_enough(
     rule: tw.EarlyStop, values: tuple[float, ...], ends: bool
 ) -> None:
     assert bool(rule.reason(evaluations(*values))) == ends
+
+
+@pytest.mark.parametrize("goal", ["mae", "val_loss", "word_error_rate", "RMSE"])
+def test_a_note_says_that_an_error_is_maximized(goal: str) -> None:
+    (note,) = goal_notes({"best": goal})
+    assert note == f"best: the largest {goal} counts as the best; for the smallest write '-{goal}'"
+
+
+@pytest.mark.parametrize("goal", ["loss", "-mae", "accuracy", "terror", "mean_iou"])
+def test_no_note_is_made_where_a_metric_is_minimized_or_has_no_name_of_an_error(goal: str) -> None:
+    assert not goal_notes({"best": goal, "early_stop": goal})
 
 
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
@@ -229,7 +240,7 @@ def test_the_model_of_a_run_with_a_best_checkpoint_is_the_best(tmp_path: Path) -
     best = job(tmp_path, best="-error")
     assert loading_code(best, "job.py", []).endswith("""model = tw.load_model('job.py', step="best")""")
     changed = loading_code(best, "job.py", ["epochs=3"])
-    assert changed.endswith("""tw.load_model(load_job('job.py', ['epochs=3']), step="best")""")
+    assert changed.endswith("""tw.load_model(tw.load_job('job.py', ['epochs=3']), step="best")""")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("2h30m", 9000.0), ("1d 1s", 86401.0), (1.5, 1.5), ("0.5m", 30.0)])

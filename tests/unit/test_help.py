@@ -74,6 +74,18 @@ def test_what_makes_no_sense_is_refused(words: list[str], told: str) -> None:
     assert refused.exit_code == 2 and told in refused.stderr
 
 
+def test_a_traceback_comes_before_the_error(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """As Python prints it: what happened stands last, where one looks."""
+    file = tmp_path / "job.py"
+    file.write_text('raise ValueError("no file of labels")\n', encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["trainwright", "plan", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and lines[0] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["", f"error: the job file raised ValueError: no file of labels ({file})"]
+
+
 def test_errors_are_objects_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["trainwright", "show", "lost", "--storage", str(tmp_path), "--json"])
     with pytest.raises(SystemExit) as ended:

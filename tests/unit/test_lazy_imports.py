@@ -31,6 +31,8 @@ PUBLIC = {
     "Measurement",
     "calibrate",
     "estimate",
+    "load_distillation",
+    "load_job",
     "rank",
     "profile_of",
     "transformer_profile",
