@@ -51,7 +51,7 @@ extras: setup ## install the wheel into fresh environments, one framework each, 
 	@$(BIN)/python -m pytest -m extras $(ARGS)
 
 .PHONY: check
-check: lint types imports sizes docs ## run all static checks
+check: types lint imports sizes docs ## run all static checks
 
 .PHONY: lint
 lint: setup ## ruff: rules and format

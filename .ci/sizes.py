@@ -25,18 +25,16 @@ Offence = tuple[str, str, str]
 """The rule, what breaks it, and the figure."""
 
 
-def long_code(root: Path) -> Iterator[Offence]:
-    """Files over 900 lines and functions over 60, in all Python files."""
-    for path in python_files(root, (*FOLDERS, *OTHERS)):
-        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
-        lines = len(text.splitlines())
-        if lines > MOST_LINES:
-            yield "lines of a file", name, f"{lines}, at most {MOST_LINES}"
-        for node in ast.walk(ast.parse(text, filename=name)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > FUNCTION_LINES:
-                    yield "lines of a function", f"{name}:{node.name}", f"{length}, at most {FUNCTION_LINES}"
+def long_code(name: str, text: str, nodes: Iterable[ast.AST]) -> Iterator[Offence]:
+    """A file over 900 lines, and its functions over 60."""
+    lines = len(text.splitlines())
+    if lines > MOST_LINES:
+        yield "lines of a file", name, f"{lines}, at most {MOST_LINES}"
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield "lines of a function", f"{name}:{node.name}", f"{length}, at most {FUNCTION_LINES}"
 
 
 def shape(found: dict[str, Module]) -> Iterator[Offence]:
@@ -66,26 +64,28 @@ def shape(found: dict[str, Module]) -> Iterator[Offence]:
             yield "class name defined twice", cls, ", ".join(where)
 
 
-def unused(root: Path, found: dict[str, Module]) -> Iterator[Offence]:
-    """Public names of modules that no other file uses, but for the types in their public signatures."""
+def unused(root: Path, found: dict[str, Module], words: dict[str, set[str]]) -> Iterator[Offence]:
+    """Public names of modules that no other file uses, but for the types in their public signatures.
+
+    Args:
+        words: that each file uses, by its name.
+    """
     users: dict[str, set[str]] = defaultdict(set)
-    for path in python_files(root, (*FOLDERS, *OTHERS)):
-        for word in used_names(ast.parse(path.read_text(encoding="utf-8"))):
-            users[word].add(path.relative_to(root).as_posix())
-    for path in documents(root):
-        for word in re.findall(r"\w+", path.read_text(encoding="utf-8")):
-            users[word].add(path.relative_to(root).as_posix())
+    for file, used in words.items():
+        for word in used:
+            users[word].add(file)
     for name, module in found.items():
         own = module.path.as_posix()
-        told = set(signature_names(ast.parse((root / own).read_text(encoding="utf-8"))))
-        for public in sorted(module.public - told):
-            if not users[public] - {own} and not public.startswith("__"):
-                yield "public name that nothing else uses", f"{name}.{public}", "an underscore, or no such name"
+        alone = {public for public in module.public if not users[public] - {own} and not public.startswith("__")}
+        if alone:
+            alone -= set(signature_names(ast.parse((root / own).read_text(encoding="utf-8"))))
+        for public in sorted(alone):
+            yield "public name that nothing else uses", f"{name}.{public}", "an underscore, or no such name"
 
 
-def used_names(tree: ast.Module) -> Iterator[str]:
+def used_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that a file imports, reads as attributes, or has in strings."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ImportFrom(names=names):
                 yield from (alias.name for alias in names)
@@ -131,7 +131,15 @@ def main(arguments: list[str]) -> int:
     """Print every offence; 0 when all are listed, with a reason, and no more are listed."""
     root = Path(__file__).resolve().parents[1]
     found = modules(root)
-    offences = [*long_code(root), *shape(found), *unused(root, found)]
+    offences, words = [*shape(found)], {}
+    for path in python_files(root, (*FOLDERS, *OTHERS)):
+        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        nodes = [*ast.walk(ast.parse(text, filename=name))]
+        offences += long_code(name, text, nodes)
+        words[name] = set(used_names(nodes))
+    for path in documents(root):
+        words[path.relative_to(root).as_posix()] = {*re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    offences += unused(root, found, words)
     listed: dict[str, dict[str, str]] = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
     keys = {(rule, what) for rule, what, _ in offences}
     new = [offence for offence in offences if "--all" in arguments or offence[1] not in listed.get(offence[0], {})]

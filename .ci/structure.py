@@ -87,10 +87,12 @@ def defined(node: ast.stmt) -> Iterator[str]:
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
     """Walk a tree, but for what only type checkers see."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield from walk(child)
+    todo = [node]
+    while todo:
+        yield (here := todo.pop())
+        for child in ast.iter_child_nodes(here):
+            if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+                todo.append(child)
 
 
 def edges(found: dict[str, Module]) -> dict[str, set[str]]:

@@ -187,8 +187,6 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
     what is tried before a run is not tried where Ray is connected.
     """
     import ray
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
 
     def connect(wanted: bool) -> None:
         if wanted and not ray.is_initialized():
@@ -197,10 +195,8 @@ def ray_cluster(forked_workers: None) -> Iterator[None]:
             ray.shutdown()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RayParams, "__init__", RayParams.__init__)  # and back
-        patch.setattr(Node, "start_api_server", Node.start_api_server)
         patch.setenv("RAY_prestart_worker_first_driver", "0")
-        ray_clusters.thrifty()
+        ray_clusters.thrifty(patch.setattr)
         connect(True)
         CLUSTER.append(connect)
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.core.errors import RunConflict, TrainwrightError
+from trainwright.core.errors import RunConflict, TrainwrightError, UserCodeError
 from trainwright.core.events import RunEnded
 from trainwright.core.metric_goals import best_text
 from trainwright.driver import (
@@ -312,8 +312,8 @@ def _release_run(turn: Transition) -> None:
     """Release the lease, once nothing is uploaded any more."""
     turn.disarm("trace")
     turn.enter(Phase.RELEASING)
-    outcome, error = _outcome(turn.state), turn.state.shutdown.error
-    _emit_run_ended(turn, outcome, error)
+    outcome = _outcome(turn.state)
+    _emit_run_ended(turn, outcome, _last_error(turn.state))
     turn.want(m.ReleaseLease(outcome=outcome, step=turn.state.committed))
 
 
@@ -325,7 +325,16 @@ def _outcome(state: DriverState) -> m.RunOutcome:
 
 
 def _on_lease_released(turn: Transition, event: m.LeaseReleased) -> None:
-    _finish(turn, _outcome(turn.state), turn.state.shutdown.error)
+    _finish(turn, _outcome(turn.state), _last_error(turn.state))
+
+
+def _last_error(state: DriverState) -> Exception | None:
+    """Return the run's error; one of user code also says how to continue with a corrected job."""
+    error = state.shutdown.error
+    if not isinstance(error, UserCodeError) or error.remedy or not state.committed:
+        return error
+    remedy = f"correct the job; with resume=True it continues from step {state.committed:,}"
+    return type(error)(error.what, where=error.where, remedy=remedy, detail=error.detail)
 
 
 def _on_lease_lost(turn: Transition, event: m.LeaseLost) -> None:

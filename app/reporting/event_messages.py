@@ -107,7 +107,7 @@ class EventFormatter:
         self._formed = self._told_noise = False
         self._step = self._done = 0
         self._stepping_since_s = self._stepping_s = 0.0
-        self._waited_for = self._activity = self._told_traces = ""
+        self._waited_for = self._activity = self._told_traces = self._told_cause = ""
         self._curve = LossCurve()
 
     @property
@@ -157,7 +157,7 @@ class EventFormatter:
                 return self._tell_failure(event)
             case RunEnded():
                 self._activity = ""
-                return [_end_line(event, self._start)]
+                return [_end_line(event, self._start, self._told_cause)]
             case Prefetched() | Stale() | Stacks() | Judged() | MediaLogged():
                 return []
             case Printed() if self._verbose:
@@ -242,7 +242,7 @@ class EventFormatter:
         return [OutputLine(text=text, tone="good")]
 
     def _tell_failure(self, event: Failed) -> list[OutputLine]:
-        self._activity = "recovering"
+        self._activity, self._told_cause = "recovering", event.cause
         # If the run ends, the error has the traceback; a failure that the run recovers from gets one line.
         detail = event.detail if self._verbose else ""
         return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
@@ -301,8 +301,8 @@ def waiting_text(event: Waiting) -> str:
     return f"waiting for {event.what}" + (f", at most {formatting.duration(left_s)}" if left_s > 0 else "")
 
 
-def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
-    """Return how the run ended, and after how long where its start is known."""
+def _end_line(event: RunEnded, start: RunStarted, told_cause: str = "") -> OutputLine:
+    """Return how the run ended, after how long where its start is known, and its error unless it was told already."""
     seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
     best = f"; best {event.best}" if event.best else ""
@@ -312,7 +312,8 @@ def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
     if event.outcome == "stopped":
         return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here{best}", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
-    return OutputLine(text=f"failed {steps}{seconds}: {first}", tone="bad")
+    known = told_cause and first.startswith(told_cause)
+    return OutputLine(text=f"failed {steps}{seconds}" + ("" if known else f": {first}"), tone="bad")
 
 
 def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:

@@ -18,6 +18,7 @@ from torch import nn
 import trainwright as tw
 from tests.faults.elastic_world import await_world, world_size
 from tests.support import torch_jobs
+from tests.support.ray_clusters import thrifty
 from tests.support.torch_jobs import cross_entropy, momentum
 from trainwright.core import events
 
@@ -68,6 +69,7 @@ def staged_job(folder: Path, **fields: object) -> tw.Job:
 
 def main(folder: Path) -> None:
     """Train while a node is lost and another comes, then without that."""
+    thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
     second = cluster.add_node(num_cpus=CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -21,6 +21,7 @@ import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import told
 from tests.support.processes import wait_for
+from tests.support.ray_clusters import thrifty
 from trainwright.core import events
 
 HEAD_CPUS, NODE_CPUS, SLOT_CPUS = 16, 8, 3.5  # the last follows from the second: (8 - 1) / 2
@@ -109,6 +110,7 @@ def formed(folder: Path) -> list[Any]:
 
 def main(folder: Path) -> None:
     """Train while a node is lost and another comes."""
+    thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": HEAD_CPUS, "include_dashboard": False})
     second = cluster.add_node(num_cpus=NODE_CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -21,6 +21,7 @@ from torch import nn
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.processes import wait_for
+from tests.support.ray_clusters import thrifty
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.ray_cluster.placement_groups import PlacementGroups
 
@@ -86,6 +87,7 @@ def job(folder: Path, **fields: Any) -> tw.Job:
 def main(folder: Path) -> None:
     """Train while a node is lost."""
     folder.mkdir(parents=True, exist_ok=True)
+    thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
     second = cluster.add_node(num_cpus=CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -104,6 +106,7 @@ def main(folder: Path) -> None:
 
 def rooms() -> None:
     """Say on which nodes the slots of two tensor groups are, and those of the second when its node is shunned."""
+    thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=CPUS)

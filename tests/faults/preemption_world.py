@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 import trainwright as tw
 from tests.support import torch_jobs
+from tests.support.ray_clusters import thrifty
 from trainwright.core import events
 from trainwright.ray_cluster.ray_compat import store_at
 
@@ -85,6 +86,7 @@ def started_nodes(address: str, number: int) -> Iterator[None]:
 
 def main(folder: Path, how: str) -> None:
     """Train on nodes that are not the head's, which would take the driver's Ray with it."""
+    thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(0 if how == "stop" else 2):
         cluster.add_node(num_cpus=3)

@@ -26,7 +26,7 @@ def parameters(state: State) -> dict[str, Any]:
 
 
 @pytest.mark.nodes
-def test_a_lost_stage_makes_it_one_device_and_a_new_node_two_stages_again(tmp_path: Path) -> None:
+def test_a_lost_stage_makes_it_one_device_and_a_new_node_two_stages_again(tmp_path: Path, forked_workers: None) -> None:
     folder, plain = tmp_path / "relaid", tmp_path / "plain"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.faults.changed_layouts_world", str(folder)]

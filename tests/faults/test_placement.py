@@ -50,7 +50,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.nodes
-def test_ray_gives_out_and_moves_the_bundle_of_a_tensor_group_as_one() -> None:
+def test_ray_gives_out_and_moves_the_bundle_of_a_tensor_group_as_one(forked_workers: None) -> None:
     command = [sys.executable, "-m", "tests.faults.placement_world", "--rooms"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,19 +1,20 @@
 """Ray clusters for tests: as any other, but they spend less on starting processes.
 
 Workers are forked from a process that has imported what they need, when they are wanted. What serves an autoscaler,
-carries logs to the driver or counts usage is left out. Run as a module this is `python -m trainwright`, whose own Ray
-cluster, if it starts one, is such a one; `forking` comes first.
+carries logs to the driver, sends metrics or counts usage is left out. Run as a module this is `python -m trainwright`,
+whose own Ray cluster, if it starts one, is such a one; `forking` comes first.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
+from typing import Any
 
-from tests.support import ray_worker_start
+from tests.support import ray_agent_start, ray_worker_start
 from tests.support.fork_server import VARIABLE, fork_server
 
 TORCH_IMPORTS = (
@@ -23,6 +24,7 @@ TORCH_IMPORTS = (
     *("filelock", "msgpack", "pyarrow.json", "pydantic.v1", "requests", "tqdm.auto", "wcwidth", "yaml"),
 )
 IMPORTS = (*TORCH_IMPORTS, "tensorflow")
+_PYTHON_COMMAND = "_build_python_executable_command_memory_profileable"
 
 
 @contextmanager
@@ -36,22 +38,29 @@ def forking(imports: Sequence[str] = IMPORTS) -> Iterator[None]:
             del os.environ[VARIABLE]
 
 
-def thrifty() -> None:
-    """From now on this process starts such clusters."""
+def thrifty(put: Callable[[Any, str, Any], object] = setattr) -> None:
+    """From now on this process starts such clusters; `put` changes attributes of Ray, and may restore them later."""
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT
 
     own = {"setup_worker_path": ray_worker_start.__file__, "include_log_monitor": False, "no_monitor": True}
-    RayParams.__init__ = partialmethod(RayParams.__init__, **own)  # type: ignore[method-assign]
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    start_api_server = Node.start_api_server
+    python_command, start_api_server = getattr(services, _PYTHON_COMMAND), Node.start_api_server
 
     def start_dashboard(node: Node, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Without a dashboard Ray starts its process for usage statistics alone."""
         if include_dashboard is not False:
             start_api_server(node, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
-    Node.start_api_server = start_dashboard  # type: ignore[method-assign]
+    def small_agent(component: str, *rest: Any) -> list[str]:
+        command: list[str] = python_command(component, *rest)
+        return [*command, ray_agent_start.__file__] if component == PROCESS_TYPE_DASHBOARD_AGENT else command
+
+    put(RayParams, "__init__", partialmethod(RayParams.__init__, **own))
+    put(Node, "start_api_server", start_dashboard)
+    put(services, _PYTHON_COMMAND, small_agent)
 
 
 if __name__ == "__main__":

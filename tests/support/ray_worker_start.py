@@ -2,7 +2,7 @@
 
 That imports all of Ray, half a second of a core, before it makes way for the worker, which imports it again; where the
 runtime environment is none, or variables alone, there is nothing else to do in between, and the tests' fork server
-forks the worker.
+forks the worker, if there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     from fork_server import VARIABLE, order
 
     worker = bare(sys.argv[1:])
-    if worker is None:
+    if worker is None or VARIABLE not in os.environ:
         os.execv(sys.executable, [sys.executable, rays_own(), *sys.argv[1:]])
     command, variables = worker
     os.environ |= variables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +58,8 @@ def rows(count: int = 256) -> tw.datasets.Dataset:
 def test_cpus_of_other_nodes_transform_what_the_workers_could_not_in_time() -> None:
     way, (note,) = delivered(rows().map(slowly(0.2)))
     assert way == "ray_data"
-    assert note.startswith("train= is delivered by Ray Data: transforming the rows of a step takes a worker 6.")
+    took = re.match(r"train= is delivered by Ray Data: transforming the rows of a step takes a worker ([\d.]+) s", note)
+    assert took is not None and float(took[1]) >= 6.4, "32 rows, more on a machine that is busy"
     assert "17 CPUs are free" in note and "delivery='direct'" in note
 
 

@@ -169,6 +169,15 @@ def test_the_users_error_outranks_the_peers_that_told_first() -> None:
     assert story.tell(m.LeaseReleased()).all(m.FinishRun)[0].error is error
 
 
+@pytest.mark.parametrize(("given", "told"), [
+    ("", "correct the job; with resume=True it continues from step 4"), ("mend the labels", "mend the labels"),
+])  # fmt: skip
+def test_an_error_of_user_code_says_how_a_corrected_job_continues(given: str, told: str) -> None:
+    story = Story().running(HEAD).raises(0, "run", "user", UserCodeError("boom", where="rank 0", remedy=given))
+    assert story.emitted(events.RunEnded)[0].error == f"boom (rank 0)\n  -> {told}"
+    assert story.tell(m.LeaseReleased()).all(m.FinishRun)[0].error.remedy == told  # type: ignore[union-attr]
+
+
 def test_failures_in_a_row_end_the_run_with_the_last_one() -> None:
     story = Story(failures=1).running()
     story.tell(m.WorkerDied(worker=0, cause="out of memory")).raises(1, "run", "peer", PeerLost("gone"))

@@ -81,6 +81,15 @@ def test_ends(outcome: str, text: str) -> None:
     assert told([started(), events.RunEnded(time_s=105, outcome=outcome, step=12, error="it broke\nmore")])[-1] == text
 
 
+def test_the_end_of_a_failed_run_does_not_repeat_its_cause() -> None:
+    failed = events.Failed(time_s=104, rank=1, step=12, cause="loss= raised KeyError: 'y'")
+    ended = events.RunEnded(time_s=105, outcome="failed", step=12, error=f"{failed.cause} (rank 1)\n  -> mend it")
+    assert told([started(), failed, ended])[1:] == [
+        "rank 1 failed at step 12: loss= raised KeyError: 'y'", "failed at step 12 of 20 after 5.0 s",
+    ]  # fmt: skip
+    assert event_line(ended).text == "failed at step 12: loss= raised KeyError: 'y' (rank 1)"
+
+
 def test_every_kind_of_event_has_a_line_for_logs() -> None:
     for event in [
         *whole_run(),
