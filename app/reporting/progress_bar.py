@@ -114,7 +114,7 @@ class TerminalDisplay:
             transient=True,
             refresh_per_second=4,
             redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stderr=True,  # what Ray prints of a lost process goes above the bar
         )
         self._task = self._bar.add_task("", total=None, head="starting", tail="")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,10 +22,13 @@ from trainwright.runtime.function_trial import Preflight
 from trainwright.runtime.run_handle import Run, RunDriver
 from trainwright.runtime.run_listeners import create_controller
 from trainwright.runtime.takeover import NAMESPACE, detached_options, kept_alive, run_name
-from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import RunLog
 from trainwright.tracking.experiment_trackers import check_trackers
 from trainwright.worker.worker_config import pickle_job, unpickle_job
+
+if TYPE_CHECKING:
+    from trainwright.storage.event_log import EventListener
 
 
 def prepare_run(
@@ -44,6 +47,8 @@ def prepare_run(
             remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out; if the cluster asks for a "
             f"token, {TOKEN_HELP}",
         )
+    if not detached:
+        RunLog(open_store(job.storage), job.name).refuse_running()
     started: list[bool] = []  # whether each call did
 
     def connected() -> None:

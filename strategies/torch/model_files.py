@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +130,20 @@ def _any_width(spec: ModelSpec) -> set[str]:
     return {name for name in spec.inputs if name in padded or name.removesuffix(MASK_SUFFIX) in padded}
 
 
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Hide the warnings of torch about itself, such as operators of packages that are not installed."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def _write_onnx(model: nn.Module, path: str, spec: ModelSpec) -> None:
     missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -139,7 +155,10 @@ def _write_onnx(model: nn.Module, path: str, spec: ModelSpec) -> None:
     assert outputs is not None, "a model has outputs"
     names = [name for name, _ in flat_outputs(tree_unflatten(range(outputs.num_leaves), outputs))]
     try:
-        written = torch.onnx.export(program, input_names=[*spec.inputs], output_names=names, dynamo=True, verbose=False)
+        with _quiet("torch.onnx"):
+            written = torch.onnx.export(
+                program, input_names=[*spec.inputs], output_names=names, dynamo=True, verbose=False
+            )
     except torch.onnx.OnnxExporterError as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # its own text is advice
         raise JobError(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -14,7 +15,8 @@ import pytest
 import ray
 
 import trainwright as tw
-from tests.support import torch_jobs
+from tests.conftest import CLUSTER
+from tests.support import ray_clusters, torch_jobs
 from tests.support.finished_runs import told
 from tests.support.metric_series import exported
 from tests.support.processes import ROOT, wait_for
@@ -26,12 +28,23 @@ from trainwright.storage.object_store import open_store
 from trainwright.tracking import listeners
 from trainwright.tracking.listeners import METRICS
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
 RUN = "scraped"
 STEPS, KILLED = 20, 12
 PEAK = 1e6  # samples a second of a made-up accelerator
 SERIES = re.compile(r"^(ray_trainwright_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster_with_metrics(ray_cluster: None) -> Iterator[None]:
+    """A cluster whose nodes send metrics."""
+    (connect,) = CLUSTER
+    connect(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_clusters, "small_agents", False)
+        connect(True)
+    yield
+    connect(False)
+    connect(True)
 
 
 def scraped() -> dict[str, float]:

@@ -24,6 +24,7 @@ TORCH_IMPORTS = (
     *("filelock", "msgpack", "pyarrow.json", "pydantic.v1", "requests", "tqdm.auto", "wcwidth", "yaml"),
 )
 IMPORTS = (*TORCH_IMPORTS, "tensorflow")
+small_agents = True  # for tests of what the whole agent does
 _PYTHON_COMMAND = "_build_python_executable_command_memory_profileable"
 
 
@@ -56,7 +57,8 @@ def thrifty(put: Callable[[Any, str, Any], object] = setattr) -> None:
 
     def small_agent(component: str, *rest: Any) -> list[str]:
         command: list[str] = python_command(component, *rest)
-        return [*command, ray_agent_start.__file__] if component == PROCESS_TYPE_DASHBOARD_AGENT else command
+        small = small_agents and component == PROCESS_TYPE_DASHBOARD_AGENT
+        return [*command, ray_agent_start.__file__] if small else command
 
     put(RayParams, "__init__", partialmethod(RayParams.__init__, **own))
     put(Node, "start_api_server", start_dashboard)

@@ -122,6 +122,28 @@ def test_a_living_owner_is_never_taken_over(store: Store) -> None:
     assert log_of(store).head() == first
 
 
+def test_a_run_with_a_living_driver_here_is_refused_before_anything_starts(memory: Store) -> None:
+    first = log_of(memory).acquire(Owner.here(), JOB)
+    heart = Heartbeat(memory, RUN, first.token)
+    heart.beat()
+    clock = Clock(heart.beat)
+    with pytest.raises(OwnedError, match=f"process {os.getpid()} on "):
+        log_of(memory, clock).refuse_running()
+    assert clock.now_s < 2
+
+
+@pytest.mark.parametrize("owner", [FAR, Owner.here(), None], ids=["on another machine", "frozen here", "released"])
+def test_a_run_that_may_be_taken_over_is_not_refused_beforehand(memory: Store, owner: Owner | None) -> None:
+    log = log_of(memory)
+    log.refuse_running()  # there is none
+    first = log.acquire(owner or Owner.here(), JOB)
+    if owner is None:
+        log.release(first.token, "stopped")
+    clock = Clock()
+    log_of(memory, clock).refuse_running()
+    assert clock.now_s == (4 if owner not in (FAR, None) else 0)
+
+
 def test_an_owner_that_beats_slowly_is_never_taken_over(memory: Store) -> None:
     first = log_of(memory).acquire(FAR, JOB)
     heart = Heartbeat(memory, RUN, first.token)
