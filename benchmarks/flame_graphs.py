@@ -3,7 +3,8 @@
     python benchmarks/flame_graphs.py FOLDER
 
 Writes `step.svg`, `start.svg`, and to stdout a table of each: milliseconds of a step of rank 0, seconds of the start by
-process. py-spy needs the right to look into other processes, such as root's.
+process, and the time of each part of a start without py-spy. py-spy needs the right to look into other processes, such
+as root's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,12 +20,25 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from duel import OurLoop, order_for
+from first_step import train_ours
+from machine import ray_cluster, settle
 from party import Seat, together
+from stamps import read_stamps
+
+from trainwright.core.events import Formed, Placed, RunStarted
+from trainwright.storage.event_files import read_events
+from trainwright.storage.object_store import open_store
 
 WARM_UP, STEPS, RATE_HZ = 100, 1000, 500
+STARTS, UNCOUNTED = 7, 1
+PARTS = (
+    "reading the data, trying the functions, planning", "the first worker: its process, imports, model",
+    "the second worker, on the other core", "rendezvous", "first step",
+)  # fmt: skip
 START_S = 180.0
 KINDS = ("flamegraph", "raw")
 JOB = Path(__file__).resolve().parents[1] / "examples" / "fashion_mnist.py"
@@ -66,6 +81,9 @@ def main(folder: Path) -> None:
         stacks = _read(folder / "start.txt")
         for name, share in _shares(stacks, START):
             print(f"| {name} | {share * sum(stacks.values()) / RATE_HZ:.2f} s |")
+        print(f"From fit() to the first step on a running cluster, medians of {STARTS}")
+        for name, seconds in zip(PARTS, _parts_of_start(place), strict=True):
+            print(f"| {name} | {seconds:.2f} s |")
 
 
 def _watched_loop(seat: Seat, folder: Path) -> float:
@@ -94,6 +112,28 @@ def _watched_start(place: Path, folder: Path) -> float:
         spy = _spy(folder / "start", kind, ["--subprocesses", "--", *run])
         spy.wait(START_S)
     return (time.perf_counter() - begun) / len(KINDS)
+
+
+def _parts_of_start(place: Path) -> list[float]:
+    """Return the median seconds of each part of a start, by the events of runs as in the benchmark `first_step`."""
+    found = []
+    with ray_cluster():
+        for number in range(UNCOUNTED + STARTS):
+            folder = place / f"start-{number}"
+            folder.mkdir()
+            times = [time.time()]
+            train_ours(folder)
+            told = [*read_events(open_store(str(folder / "runs")), "benchmark")]
+            times += [event.time_s for event in told if isinstance(event, RunStarted)]
+            times += sorted(event.time_s for event in told if isinstance(event, Placed) and not event.spare)
+            times += [event.time_s for event in told if isinstance(event, Formed)]
+            found.append([*times, read_stamps(folder)[0].time_s])
+            settle()
+    return [statistics.median(parts) for parts in zip(*map(_differences, found[UNCOUNTED:]), strict=True)]
+
+
+def _differences(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def _spy(file: Path, kind: str, what: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -55,7 +54,6 @@ __all__ = ["ParquetLoader", "ParquetSource"]
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _OPEN_FILES = 16
 _FOOTERS = 64  # read at a time
-_FORMAT = pads.ParquetFileFormat()
 _MOST_DICTIONARY_ROWS = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
 
 
@@ -233,7 +231,9 @@ def read_footer(system: pafs.FileSystem, place: tuple[str, int]) -> Footer:
 
     def read() -> pq.FileMetaData:
         """Given the size, pyarrow makes one request of a store instead of two."""
-        return _FORMAT.make_fragment(path, filesystem=system, file_size=size).metadata
+        from pyarrow.dataset import ParquetFileFormat  # imports pandas, which takes a worker a tenth of its start
+
+        return ParquetFileFormat().make_fragment(path, filesystem=system, file_size=size).metadata
 
     try:
         return Footer.of(retry_transient(read, path))
