@@ -24,7 +24,12 @@ import yaml
 from trainwright.core.cluster import RAY_RESOURCES, Cluster, Node
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunEnded, RunStarted, Waiting
-from trainwright.ray_cluster.ray_compat import autoscaler_report, kubernetes_autoscaling, kubernetes_cluster
+from trainwright.ray_cluster.ray_compat import (
+    autoscaler_report,
+    errors_to_stderr,
+    kubernetes_autoscaling,
+    kubernetes_cluster,
+)
 
 TOKEN_HELP = (
     "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to a file with it; by "
@@ -56,6 +61,7 @@ def connect(verbose: bool = False) -> bool:
     if address == "local":
         quiet["include_dashboard"] = False
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it ends with this process; others ask for their token
+    errors_to_stderr()
     try:
         ray.init(address=address, **quiet)
     except AuthenticationError as error:

@@ -8,6 +8,7 @@ no Ray.
 from __future__ import annotations
 
 import json
+from functools import wraps
 from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +35,21 @@ def store_at(address: str) -> Any:
 
     raylet: Any = _raylet
     return raylet.GcsClient(address=address)
+
+
+def errors_to_stderr() -> None:
+    """Have Ray print what its nodes report, such as a lost process, on stderr: stdout is for results."""
+    from ray._private import worker
+
+    own = worker.print_to_stdstream
+    if hasattr(own, "__wrapped__"):
+        return  # an earlier call
+
+    @wraps(own)
+    def print_report(data: dict[str, Any], *rest: Any, **more: Any) -> None:
+        own({**data, "is_err": True} if data.get("pid") == "raylet" else data, *rest, **more)
+
+    worker.print_to_stdstream = print_report
 
 
 def draining_nodes() -> dict[str, float]:
