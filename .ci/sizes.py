@@ -68,7 +68,7 @@ def unused(root: Path, found: dict[str, Module], words: dict[str, set[str]]) -> 
     """Public names of modules that no other file uses, but for the types in their public signatures.
 
     Args:
-        words: that each file uses, by its name.
+        words: the names that each file uses, by file.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for file, used in words.items():

@@ -81,7 +81,8 @@ def fit(
         print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
         print(f"stop it with: trainwright stop {job.name} --storage {job.storage}")
         return
-    _print_message(f"loading {file}, trying its functions and choosing a plan")  # which takes seconds
+    if not as_json:
+        _print_message(f"loading {file}, trying its functions and choosing a plan")  # which takes seconds
     run = api.fit(_job(file, overrides, strategy, workers, profile), resume=resume, fresh=fresh, verbose=verbose)
     if as_json:
         from trainwright.reporting.run_views import run_view

@@ -20,7 +20,7 @@ class TrainwrightError(Exception):
         what: what happened, one sentence without a full stop.
         where: rank, node, file or field; empty when there is only one place it can be.
         remedy: what the user can do now.
-        detail: longer text shown below, such as the failing rank's own traceback.
+        detail: longer text shown first, such as the failing rank's own traceback.
     """
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "", detail: str = "") -> None:

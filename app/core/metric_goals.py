@@ -16,7 +16,7 @@ from trainwright.core.events import Evaluated
 
 _LOSS = "loss"
 _ERROR_NAME = re.compile(
-    r"(^|[_\W])(loss|error|err|mae|mse|rmse|mape|msle|nll|perplexity|ppl|wer|cer)([_\W]|$)", re.IGNORECASE
+    r"(?!neg)(.*[_\W])?(loss|error|error_rate|err|mae|mse|rmse|mape|msle|nll|perplexity|ppl|wer|cer)", re.IGNORECASE
 )
 
 
@@ -110,7 +110,7 @@ def goal_notes(goals: Mapping[str, str]) -> list[str]:
     return [
         f"{option}: the largest {goal} counts as the best; for the smallest write {'-' + goal!r}"
         for option, goal in goals.items()
-        if not minimizes(goal) and _ERROR_NAME.search(goal)
+        if not minimizes(goal) and _ERROR_NAME.fullmatch(goal)
     ]
 
 

@@ -54,6 +54,7 @@ def connect(verbose: bool = False) -> bool:
     import ray
     from ray.exceptions import AuthenticationError
 
+    errors_to_stderr()
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS") or "local"
@@ -61,7 +62,6 @@ def connect(verbose: bool = False) -> bool:
     if address == "local":
         quiet["include_dashboard"] = False
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it ends with this process; others ask for their token
-    errors_to_stderr()
     try:
         ray.init(address=address, **quiet)
     except AuthenticationError as error:

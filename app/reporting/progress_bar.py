@@ -57,7 +57,7 @@ class RunProgress:
         surface: ProgressDisplay | None = None,
     ) -> None:
         self._formatter = EventFormatter(verbose=verbose)
-        self._surface = surface or display_for(console or Console(file=sys.stderr))
+        self._surface = surface or display_for(console or Console(file=sys.stderr, markup=False))
         self._first = [] if plan is None else _plan_lines(plan)
 
     def on(self, event: Event) -> None:

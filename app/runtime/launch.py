@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from trainwright.core.errors import JobError, ResourceError, TrainwrightError
+from trainwright.core.errors import JobError, ResourceError, StorageError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.decision import Decision
@@ -48,7 +48,8 @@ def prepare_run(
             f"token, {TOKEN_HELP}",
         )
     if not detached:
-        RunLog(open_store(job.storage), job.name).refuse_running()
+        with suppress(StorageError):  # `prepare` says what is wrong with the store
+            RunLog(open_store(job.storage).impatient(), job.name).refuse_running()
     started: list[bool] = []  # whether each call did
 
     def connected() -> None:

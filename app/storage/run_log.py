@@ -38,7 +38,6 @@ from trainwright.storage.store_errors import MissingFile
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts while the machine is suspended
 _HEARTBEAT_S = 1.0
-_HEARTBEAT_WATCH_S = 4 * _HEARTBEAT_S
 LEASE_S = 5.0  # after a heartbeat the run is not taken over for at least this long: others wait for 10 s
 CONFIRM_S = 15.0  # a heartbeat under way and one more
 
@@ -569,7 +568,7 @@ class RunLog:
         """
         head = self.head()
         if head is not None and head.owned and not self._dead(head.owner) and _is_here(head.owner):
-            self._outwait(head, _HEARTBEAT_WATCH_S)
+            self._outwait(head, 2.5 * _HEARTBEAT_S)
 
     def _outwait(self, head: LogEntry, patience_s: float) -> None:
         """Watch the owner's heartbeat for `patience_s` by this process's clock. Raises OwnedError when it changes."""
@@ -599,6 +598,7 @@ def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef
 # --- whether owners are alive -----------------------------------------------------------------------------------------
 
 
+_HEARTBEAT_WATCH_S = 4 * _HEARTBEAT_S
 _STALE_HEARTBEAT_S = 3600.0  # no clock is that wrong: object stores refuse one that is a quarter of an hour off
 _HEARTBEAT_READERS = 32
 WaitFunction = Callable[[float], Any]

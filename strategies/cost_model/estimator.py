@@ -137,9 +137,9 @@ _PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
 _ZERO_3_SPREAD = 0.22
 _GATHER_OVERLAP = 0.8  # of a micro-batch's compute, under which ZeRO gathers and scatters
 _HOP_S = 1e-5  # of a message of a ring from one rank to the next
-# times as long as NCCL's take the small collectives of gloo: 0.9 to 2 ms of FSDP2 (measured: two ranks on two cores,
-# models of 3 to 11 groups of layers, ZeRO-2 and 3)
-_GLOO = 14.0
+# The small collectives of gloo take so many times as long as NCCL's: FSDP2's took 0.9 to 2 ms, measured with two ranks
+# on two cores, models of 3 to 11 groups of layers, ZeRO-2 and 3.
+_GLOO = 16.0
 _HALVED_BUBBLE = 1 / 3  # of 1F1B's (ZB-H1; Qi et al., 2023); of ZB-V's chunks likewise
 
 

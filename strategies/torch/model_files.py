@@ -131,9 +131,9 @@ def _any_width(spec: ModelSpec) -> set[str]:
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Hide the warnings of torch about itself, such as operators of packages that are not installed."""
-    log = logging.getLogger(logger)
+    log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
@@ -155,7 +155,7 @@ def _write_onnx(model: nn.Module, path: str, spec: ModelSpec) -> None:
     assert outputs is not None, "a model has outputs"
     names = [name for name, _ in flat_outputs(tree_unflatten(range(outputs.num_leaves), outputs))]
     try:
-        with _quiet("torch.onnx"):
+        with _quiet():
             written = torch.onnx.export(
                 program, input_names=[*spec.inputs], output_names=names, dynamo=True, verbose=False
             )

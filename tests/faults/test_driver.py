@@ -16,6 +16,7 @@ from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.core.errors import OwnedError
 from trainwright.planning.job_file import load_job
+from trainwright.runtime import launch
 
 SLOW_S = 0.5  # long enough for a signal to overtake the end of the run on any machine
 
@@ -52,7 +53,8 @@ def test_a_second_driver_is_refused_and_sigterm_is_a_preemption_notice_to_the_fi
     file = processes.write_job(tmp_path, folder, step_s=2 * SLOW_S, checkpoint_steps=1000)
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: bool(folder.exists() and told(folder, "faulty", events.Steps)), driver)
-        with pytest.raises(OwnedError) as caught:
+        with pytest.raises(OwnedError) as caught, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "prepare", None)  # it is refused before
             tw.fit(torch_jobs.job(folder), resume=True)
         assert str(driver.pid) in str(caught.value)
         driver.send_signal(signal.SIGTERM)

@@ -55,8 +55,8 @@ def thrifty(put: Callable[[Any, str, Any], object] = setattr) -> None:
         if include_dashboard is not False:
             start_api_server(node, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
-    def small_agent(component: str, *rest: Any) -> list[str]:
-        command: list[str] = python_command(component, *rest)
+    def small_agent(component: str, *rest: Any, **more: Any) -> list[str]:
+        command: list[str] = python_command(component, *rest, **more)
         small = small_agents and component == PROCESS_TYPE_DASHBOARD_AGENT
         return [*command, ray_agent_start.__file__] if small else command
 

@@ -96,7 +96,7 @@ def test_a_note_says_that_an_error_is_maximized(goal: str) -> None:
     assert note == f"best: the largest {goal} counts as the best; for the smallest write '-{goal}'"
 
 
-@pytest.mark.parametrize("goal", ["loss", "-mae", "accuracy", "terror", "mean_iou"])
+@pytest.mark.parametrize("goal", ["loss", "-mae", "accuracy", "terror", "neg_mse", "error_detection_f1"])
 def test_no_note_is_made_where_a_metric_is_minimized_or_has_no_name_of_an_error(goal: str) -> None:
     assert not goal_notes({"best": goal, "early_stop": goal})
 

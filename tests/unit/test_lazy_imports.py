@@ -113,6 +113,11 @@ def test_command_line_loads_no_framework_until_it_trains() -> None:
     assert loaded_by("import trainwright.cli.main").isdisjoint({"ray", "torch", "tensorflow", "keras"})
 
 
+def test_workers_load_no_pandas() -> None:
+    """It would be a tenth of their start."""
+    assert "pandas" not in loaded_by("import trainwright.runtime.worker_actor, trainwright.worker.worker")
+
+
 def test_torch_engine_loads_torch_alone() -> None:
     loaded = loaded_by("import trainwright.strategies.torch.engines.data_parallel")
     assert "torch" in loaded

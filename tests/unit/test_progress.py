@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -176,6 +178,19 @@ def test_plain_lines_never_wrap_or_colour() -> None:
     screen, out = console(terminal=False)
     PlainTextDisplay(screen).line(OutputLine(text="x" * 300, detail="Traceback\n  boom"))
     assert out.getvalue() == "x" * 300 + "\n    Traceback\n      boom\n"
+
+
+def test_what_others_print_on_stderr_goes_above_the_bar_as_it_is() -> None:
+    out = io.StringIO()
+    screen = Console(file=out, width=60, force_terminal=True, color_system=None, markup=False)
+    with closing(RunProgress(console=screen)) as progress:
+        for event in whole_run()[:9]:
+            progress.on(event)
+        begun = out.tell()
+        print("(raylet) [/x] a worker died", file=sys.stderr)
+        print("[half]", end="", file=sys.stderr, flush=True)
+    shown = out.getvalue()[begun:]
+    assert re.match(r"\r\x1b\[2K\(raylet\) \[/x\] a worker died\n", shown) and "[half]" in shown
 
 
 def test_a_bar_in_a_terminal() -> None:

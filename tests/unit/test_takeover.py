@@ -141,7 +141,7 @@ def test_a_run_that_may_be_taken_over_is_not_refused_beforehand(memory: Store, o
         log.release(first.token, "stopped")
     clock = Clock()
     log_of(memory, clock).refuse_running()
-    assert clock.now_s == (4 if owner not in (FAR, None) else 0)
+    assert clock.now_s == (2.5 if owner not in (FAR, None) else 0)
 
 
 def test_an_owner_that_beats_slowly_is_never_taken_over(memory: Store) -> None:
