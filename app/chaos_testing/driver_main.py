@@ -51,7 +51,7 @@ def _main(job_file: Path, pipe: int) -> int:
             while not run.wait(timeout_s=0.5):
                 continue
     except TrainwrightError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0 if run.state == "done" else 3
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
 import trainwright as tw
 from tests.support.driver_harness import FILES, HEAD, Story
+from tests.support.planner_cases import LAPTOP
 from trainwright import api
 from trainwright.cli.main import app
 from trainwright.core.data import MetricSums
@@ -25,7 +27,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.planning.job_description import describe
 from trainwright.planning.job_file import load_job
-from trainwright.planning.job_preparation import prepare
+from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.runtime.run_handle import loading_code
 
 STOP = tw.EarlyStop("loss", patience=2)
@@ -224,6 +226,10 @@ def squared(outputs: Any, targets: Any) -> Any:
     return (outputs[:, 0] - targets) ** 2
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
 def job(folder: Path, **fields: Any) -> tw.Job:
     data = tw.datasets.table({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
     given: dict[str, Any] = {
@@ -232,6 +238,12 @@ def job(folder: Path, **fields: Any) -> tw.Job:
         "metrics": {"error": squared},
     }  # fmt: skip
     return tw.Job(**{**given, **fields})
+
+
+def test_a_plan_has_the_note_of_a_maximized_error(tmp_path: Path) -> None:
+    for goal, notes in (("error", 1), ("-error", 0)):
+        told = plan_for(prepare(job(tmp_path, best=goal, optimizer=sgd)), LAPTOP).chosen.notes
+        assert sum("the largest error counts as the best" in note for note in told) == notes
 
 
 def test_the_model_of_a_run_with_a_best_checkpoint_is_the_best(tmp_path: Path) -> None:

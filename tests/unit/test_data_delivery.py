@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,11 +55,17 @@ def rows(count: int = 256) -> tw.datasets.Dataset:
     return tw.datasets.table({"x": np.zeros((count, 1), np.float32)})
 
 
-def test_cpus_of_other_nodes_transform_what_the_workers_could_not_in_time() -> None:
-    way, (note,) = delivered(rows().map(slowly(0.2)))
+def test_cpus_of_other_nodes_transform_what_the_workers_could_not_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]  # a machine that is busy does not change it
+
+    def slow(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        clock[0] += 0.2
+        return row
+
+    monkeypatch.setattr(data_delivery, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    way, (note,) = delivered(rows().map(slow))
     assert way == "ray_data"
-    took = re.match(r"train= is delivered by Ray Data: transforming the rows of a step takes a worker ([\d.]+) s", note)
-    assert took is not None and float(took[1]) >= 6.4, "32 rows, more on a machine that is busy"
+    assert note.startswith("train= is delivered by Ray Data: transforming the rows of a step takes a worker 6.4 s,")
     assert "17 CPUs are free" in note and "delivery='direct'" in note
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,23 @@ def test_inputs_by_name_stay_so_and_a_padded_column_has_any_width(tmp_path: Path
         torch.testing.assert_close(found["more_mean"], expected["more"]["mean"])
 
 
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
+def test_torch_warns_of_nothing_while_an_onnx_file_is_written(tmp_path: Path) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter._registration")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", FutureWarning)
+            tw.export(several(tmp_path)[0], str(tmp_path / "m.onnx"))
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not told and not [each for each in warned if issubclass(each.category, FutureWarning)]
+
+
 @pytest.mark.parametrize("most_bytes", [1 << 30, 0], ids=["one file", "two files"])
 def test_onnx_names_inputs_as_columns_and_outputs_as_predictions(
     most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
