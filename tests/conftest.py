@@ -162,6 +162,14 @@ def no_cloud() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_fork_servers() -> Iterator[None]:
+    """No run starts a fork server for its nodes: the clusters of tests have another one, all together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINWRIGHT_FORK_SERVER", "off")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def few_timed_steps() -> Iterator[None]:
     """Jobs are not timed for long before their plan is shown: most jobs of tests are run once."""
     if importlib.util.find_spec("cloudpickle") is None:  # on a machine for GPU tests, where nothing is planned

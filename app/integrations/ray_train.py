@@ -728,7 +728,7 @@ class TrainPlacement:
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: nodes and placement group are Ray Train's, and no process outlives the group."""
 
-    found = shun = inherit = give_back = _nothing
+    found = home = shun = inherit = give_back = _nothing
 
     def _worker(self, slot: int) -> int:
         return (slot - self._first) % len(self._workers.workers)

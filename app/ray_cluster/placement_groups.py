@@ -45,6 +45,9 @@ class WorkerPlacement(Protocol):
     def found(self, slot: int, node_id: str) -> None:
         """Note the node of a slot's process."""
 
+    def home(self, slot: int) -> str | None:
+        """Return Ray's id of the node of a slot; None where it is not known."""
+
     def shun(self, node_id: str) -> None:
         """Place nothing on this node from now on, if there is another."""
 
@@ -113,6 +116,10 @@ class PlacementGroups:
         """Note the node of a slot's process."""
         if slot >= self._first:
             self._homes[self._number(slot)] = node_id
+
+    def home(self, slot: int) -> str | None:
+        """Return Ray's id of the node of a slot; None where it is not known."""
+        return self._homes.get(self._number(slot)) if slot >= self._first else None
 
     def shun(self, node_id: str) -> None:
         """Place nothing on this node from now on, if there is another."""

@@ -13,6 +13,8 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
+_SPACE = b"trainwright"  # namespace of keys
+
 
 def _dashboard_address() -> str:
     """Return the address of the connected cluster's dashboard; empty where it has none."""
@@ -93,6 +95,21 @@ def autoscaler_report() -> bytes | None:
 
     report: bytes | None = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     return report
+
+
+def publish(topic: str, name: str, value: str) -> None:
+    """Keep a text in the key-value store of the connected cluster."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(f"{topic}\n{name}\n{value}".encode(), b"", namespace=_SPACE)
+
+
+def published(topic: str) -> dict[str, str]:
+    """Return the texts of a topic in the key-value store of the connected cluster, by name. They are keys: one call."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    found = _internal_kv_list(f"{topic}\n".encode(), namespace=_SPACE)
+    return dict(key.decode().split("\n")[1:] for key in found)
 
 
 def kubernetes_cluster(name: str, namespace: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from trainwright.core.frameworks import keep_freed_memory
 from trainwright.core.redaction import redact
 from trainwright.core.topology import Generation, Group
 from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
+from trainwright.runtime.forked_workers import start_fork_server
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import MemoryCheckpointStore, MemoryPart, PeerMemory
 from trainwright.strategies.common.socket_transport import set_own_host
@@ -251,6 +252,11 @@ class WorkerProcess(WorkerCalls):
     def keep_alive(self) -> None:
         """Stay alive, because a driver prepares to take this process over."""
         self._watchdog.heard()
+
+    @ray.method(concurrency_group="life")
+    def start_fork_server(self, module: str, threads: int, token: int) -> str | CallFailure:
+        """Start the fork server of this node unless there is one; return the command that orders workers there."""
+        return self._refusal(token) or start_fork_server(module, threads)
 
     @ray.method(concurrency_group="watch")
     def end(self, token: int) -> CallFailure | None:

@@ -23,6 +23,7 @@ from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
 from trainwright.driver.messages import CallFailure, DriverEvent, LeaseLost, SetTimer, TimerExpired
 from trainwright.ray_cluster.placement_groups import PlacementGroups, WorkerPlacement
+from trainwright.runtime.forked_workers import ForkedWorkers
 from trainwright.runtime.preemption_watcher import PreemptionWatcher
 from trainwright.runtime.takeover import (
     BEAT_S,
@@ -164,6 +165,8 @@ class WorkerRegistry:
         self._slots: dict[int, int] = {}  # by worker
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
+        self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=room is None)
+        self._forked: set[int] = set()
         self._notices = PreemptionWatcher(
             self._actors, self._nodes, queue, lease, avoid=None if room else self._rooms.shun, note=note
         )
@@ -200,9 +203,14 @@ class WorkerRegistry:
             self._remove_copies()
             self._rooms.give_back()
 
-    def place(self, effect: m.StartWorker) -> None:
-        """Start a worker process in its slot."""
-        if effect.worker in self._unwanted:
+    def place(self, effect: m.StartWorker, *, prepared: bool = False) -> None:
+        """Start a worker process in its slot. For a standby, the fork server of its node is started first."""
+        home = self._rooms.home(effect.slot) if effect.beside and not prepared else None
+        host = next((worker for worker in self._actors if home and self._nodes.get(worker, ("", ""))[1] == home), None)
+        if home is not None and host is not None:
+            self._forking.start_server(home, self._actors[host], then=partial(self.place, effect, prepared=True))
+            return
+        if effect.worker in self._unwanted or self._closed.is_set():
             return
         self._slots[effect.worker] = effect.slot
         own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
@@ -211,6 +219,10 @@ class WorkerRegistry:
         if actor is None:
             options = self._rooms.options(effect.slot, beside=effect.beside)
             options |= detached_options(f"{self.name}/worker-{effect.worker}-{self._lease.token}")
+            forked = self._forking.options(self._rooms.home(effect.slot))
+            if forked:
+                self._forked.add(effect.worker)
+            options |= forked
             actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
         else:
             actor.begin.remote(self.config_ref, berth, self._lease.token)
@@ -240,6 +252,7 @@ class WorkerRegistry:
             )
             self._await_end(worker)
             self._notices.watch(worker)
+            self._forking.start_server_later(hello.node_id, partial(self.actor, worker))
 
     def _await_end(self, worker: int) -> None:
         actor = self._actors[worker]
@@ -277,6 +290,8 @@ class WorkerRegistry:
         actor, cause = self._actors.pop(worker, None), exit_reason(error)
         if actor is None:
             return
+        if error is not None and worker in self._forked and worker not in self._nodes:
+            self._forking.failed(f"one that was forked did not start: {cause}")
         final = self._rooms.lost(self._slots[worker], cause)
         if final is not None:
             if not self._closed.is_set():

@@ -243,7 +243,7 @@ class Space:
     def found(self, slot: int, node_id: str) -> None:
         pass
 
-    shun = inherit = give_back = process = lost = lambda *_: None
+    home = shun = inherit = give_back = process = lost = lambda *_: None
 
 
 class Log:

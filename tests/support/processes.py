@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support import fork_server
+from tests.support import fork_server, ray_worker_start
 
 ROOT = Path(__file__).parents[2]
 # The command line with forked workers; needs the fixture `forked_workers`.
@@ -65,8 +65,10 @@ def python(*arguments: object, step_s: float = 0.0, cluster: str = "") -> Iterat
     if cluster:
         environment["RAY_ADDRESS"] = cluster
     process: Any
-    if fork_server.VARIABLE in environment and arguments[0] == "-m" and (cluster or FORKING in arguments):
-        process = fork_server.Forked(environment[fork_server.VARIABLE], [*map(str, arguments)], environment, str(ROOT))
+    if ray_worker_start.VARIABLE in environment and arguments[0] == "-m" and (cluster or FORKING in arguments):
+        process = fork_server.Forked(
+            environment[ray_worker_start.VARIABLE], [*map(str, arguments)], environment, str(ROOT)
+        )
     else:
         process = subprocess.Popen(
             [sys.executable, *map(str, arguments)],

@@ -15,7 +15,8 @@ from functools import partialmethod
 from typing import Any
 
 from tests.support import ray_agent_start, ray_worker_start
-from tests.support.fork_server import VARIABLE, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.ray_worker_start import VARIABLE
 
 TORCH_IMPORTS = (
     "trainwright.worker.worker",

@@ -13,6 +13,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+VARIABLE = "TRAINWRIGHT_TEST_FORK_SERVER"  # names the socket of the fork server
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
@@ -38,7 +39,8 @@ def rays_own() -> str:
 
 
 if __name__ == "__main__":
-    from fork_server import VARIABLE, order
+    sys.path.insert(0, str(Path(__file__).parents[2] / "app" / "runtime"))  # to import no more than this one module
+    from fork_server import order
 
     worker = bare(sys.argv[1:])
     if worker is None or VARIABLE not in os.environ:

@@ -16,8 +16,9 @@ import ray
 from ray._private.runtime_env.context import RuntimeEnvContext
 
 from tests.support import ray_worker_start
-from tests.support.fork_server import Forked, fork_server, order
+from tests.support.fork_server import Forked, fork_server
 from tests.support.ray_worker_start import CONTEXT, bare, rays_own
+from trainwright.runtime.fork_server import order
 
 SCRIPT = """
 import json, os, sys
