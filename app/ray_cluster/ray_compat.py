@@ -97,19 +97,26 @@ def autoscaler_report() -> bytes | None:
     return report
 
 
-def publish(topic: str, name: str, value: str) -> None:
-    """Keep a text in the key-value store of the connected cluster."""
+def publish(topic: str, name: str) -> None:
+    """Keep a name in the key-value store of the connected cluster."""
     from ray.experimental.internal_kv import _internal_kv_put
 
-    _internal_kv_put(f"{topic}\n{name}\n{value}".encode(), b"", namespace=_SPACE)
+    _internal_kv_put(f"{topic}\n{name}".encode(), b"", namespace=_SPACE)
 
 
-def published(topic: str) -> dict[str, str]:
-    """Return the texts of a topic in the key-value store of the connected cluster, by name. They are keys: one call."""
+def retract(topic: str, name: str) -> None:
+    """Remove a name from the key-value store of the connected cluster."""
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    _internal_kv_del(f"{topic}\n{name}".encode(), namespace=_SPACE)
+
+
+def published(topic: str) -> set[str]:
+    """Return the names of a topic in the key-value store of the connected cluster."""
     from ray.experimental.internal_kv import _internal_kv_list
 
     found = _internal_kv_list(f"{topic}\n".encode(), namespace=_SPACE)
-    return dict(key.decode().split("\n")[1:] for key in found)
+    return {key.decode().removeprefix(f"{topic}\n") for key in found}
 
 
 def kubernetes_cluster(name: str, namespace: str) -> dict[str, Any]:

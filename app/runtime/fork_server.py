@@ -5,11 +5,13 @@ it forks imports Ray alone. Ray is not imported in the server, because it reads 
 draws the ids of its objects from a generator that all forked processes would share.
 
 Ray starts a worker with `order_command` in place of Python. That runs this file as a script, without site packages, and
-orders a process from the fork server for its node, engine and environment. Where there is none, it becomes the worker
-itself. So this module imports little, and nothing of trainwright. It runs on Linux, whose sockets can be abstract.
+orders a process from the fork server for its node, engine and environment. Where there is none, or it does not answer,
+the script becomes the worker itself. So this module imports little, and nothing of trainwright. It runs on Linux, whose
+sockets can be abstract.
 
-A server ends with another process (Ray's raylet), after `IDLE_S` without a child, and at the first order after a file
-that it had imported was changed. It takes orders of its own user alone.
+A connection says `hold`, and keeps the server from ending, or `fork`. A forked process waits until who ordered it has
+heard of it, and says so: nobody starts a worker twice. A server ends with another process (Ray's raylet), or some time
+after the last connection; it forks no more once a file that it had imported has changed. It serves its own user alone.
 """
 
 from __future__ import annotations
@@ -22,24 +24,31 @@ import os
 import runpy
 import select
 import shlex
+import signal
 import socket
 import struct
 import subprocess
 import sys
-import warnings
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
+ANSWER_S = 10.0  # for a server to fork: Ray waits for a worker for a minute in all
+_LISTEN_S = 20.0  # for a new server to listen
 IDLE_S = 600.0
-FORK_S = 60.0  # for a server to import and to fork
-_RECEIVE_S = 5.0  # for who orders to send all of it
-_MODULE = "trainwright.runtime.fork_server"  # name of this module where it is imported
-_ANSWER_BYTES, _ORDER_BYTES, _WAITING_ORDERS = 32, 1 << 20, 1024
+_LOOK_S = 1.0  # between two looks whether the process with which a server ends is there
+_LENGTH = struct.Struct("Q")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer: unix(7)
+_ANSWER_BYTES, _PART_BYTES, _WAITING_ORDERS = 4096, 1 << 20, 1024
 _STANDARD = (0, 1, 2)
+_READY, _GO = b"ready", b"go"
+OPTIONAL = "?"  # between the modules that are needed and those whose import may fail
+_MODULE = "trainwright.runtime.fork_server"  # name of this module where it is imported
 _NODE_ARGUMENT = "--node-id="  # of Ray's workers
 _RAYS, _SHELLS = "RAY_", ("_", "PWD", "OLDPWD", "SHLVL")  # variables that differ between workers of a node
-_CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer: unix(7)
+
+_started_with: dict[str, str] = {}  # in a forked process
 
 
 def socket_name(node_id: str, kind: str, environment: Mapping[str, str]) -> str:
@@ -51,10 +60,7 @@ def socket_name(node_id: str, kind: str, environment: Mapping[str, str]) -> str:
 
 def order_command(kind: str) -> str:
     """Return what takes the place of Python in the command of a worker of this kind, for a shell."""
-    return shlex.join([sys.executable, "-I", "-S", os.path.abspath(__file__), "order", kind])
-
-
-_started_with: dict[str, str] = {}  # in a forked process
+    return shlex.join([sys.executable, "-I", "-S", os.path.realpath(__file__), "order", kind])
 
 
 def initial_environment() -> dict[str, str]:
@@ -66,71 +72,104 @@ def initial_environment() -> dict[str, str]:
         return {name: value for name, _, value in pairs}
 
 
-def start(name: str, modules: Sequence[str], environment: Mapping[str, str], *, until: int) -> None:
-    """Start a server that is no child of this process, unless one has that name. It takes orders while it imports."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(f"\0{name}")
-        except OSError:
-            return
-        spawn(listener, modules, environment, until=until, detached=True).wait(FORK_S)
+def start(
+    name: str, modules: Sequence[str], environment: Mapping[str, str], *, until: int, idle_s: float = IDLE_S
+) -> socket.socket:
+    """Start a server that is no child of this process, unless one has that name; return a connection that holds it.
 
-
-def spawn(
-    listener: socket.socket, modules: Sequence[str], environment: Mapping[str, str], *, until: int,
-    detached: bool = False, idle_s: float = IDLE_S,
-) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a server.
+    The server imports meanwhile: see `await_ready`.
 
     Args:
-        listener: a socket that is bound to a name.
-        modules: to import.
+        name: of the socket.
+        modules: to import; those after `OPTIONAL` may fail.
         environment: of the server.
         until: id of the process with which it ends.
-        detached: what is returned ends at once, and leaves the server as no child of this process.
-        idle_s: seconds without a child after which it ends.
+        idle_s: seconds after the last connection and the last forked process after which it ends.
+
+    Raises:
+        OSError: it could not be started.
     """
-    listener.listen(_WAITING_ORDERS)
-    options = [str(listener.fileno()), str(until), str(idle_s), "detached" if detached else "child"]
-    return subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), "serve", *options, *modules], env=dict(environment),
-        pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    command = [sys.executable, os.path.realpath(__file__), "serve", name, str(until), str(idle_s), *modules]
+    with subprocess.Popen(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            told = started.communicate(timeout=_LISTEN_S)[1]
+        except subprocess.TimeoutExpired as error:
+            started.kill()
+            raise TimeoutError(f"the fork server did not listen within {_LISTEN_S:g} s") from error
+    if started.returncode:
+        raise OSError(f"the fork server ended: {told.decode(errors='replace').strip()[-1000:]}")
+    deadline_s = time.monotonic() + _LISTEN_S
+    while True:
+        try:
+            return _connected(name, {"wants": "hold"})
+        except ConnectionRefusedError:  # it is another one that is bound, and about to listen
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+
+
+def await_ready(line: socket.socket, timeout_s: float) -> None:
+    """Wait until the server that a connection holds has imported all.
+
+    Raises:
+        OSError: it could not import, ended, or took too long.
+    """
+    line.settimeout(timeout_s)
+    answer = line.recv(_ANSWER_BYTES)
+    if answer != _READY:
+        raise OSError(f"the fork server ended: {answer.decode(errors='replace') or 'without a word'}")
 
 
 # --- Orders -----------------------------------------------------------------------------------------------------------
 
 
-def order(name: str, command: Sequence[str]) -> int:
-    """Have a Python script run with this process's environment, folder and standard streams; return its id.
+def order(
+    name: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: str = "",
+    streams: Sequence[int] = _STANDARD,
+) -> tuple[int, socket.socket]:
+    """Have a Python script run, by default with the environment, folder and standard streams of this process.
+
+    Returns:
+        Its process id, and a connection on which its wait status will come.
 
     Raises:
-        OSError: there is no such fork server, or it ended.
+        OSError: there is no such fork server, it ended or did not answer, or it belongs to another user. Nothing runs.
     """
-    with socket.socket(socket.AF_UNIX) as line:
-        return send_order(line, name, command, dict(os.environ), os.getcwd(), _STANDARD)
+    environment = dict(os.environ) if environment is None else dict(environment)
+    wanted = {"wants": "fork", "command": [*command], "environment": environment, "folder": folder or os.getcwd()}
+    line = _connected(name, wanted, streams)
+    try:
+        answer = line.recv(_ANSWER_BYTES)
+        if not answer:
+            raise ConnectionError(f"fork server {name} ended before it had forked")
+        line.sendall(_GO)
+        line.settimeout(None)
+        return int(answer), line
+    except BaseException:
+        line.close()
+        raise
 
 
-def send_order(
-    line: socket.socket, name: str, command: Sequence[str], environment: dict[str, str], folder: str,
-    streams: Sequence[int],
-) -> int:  # fmt: skip
-    """Send an order on a socket, on which its exit status comes later; return the id of the process.
-
-    Raises:
-        OSError: there is no such fork server, it ended, or it belongs to another user.
-    """
-    line.settimeout(FORK_S)
-    line.connect(f"\0{name}")
-    if _user_of(line) != os.getuid():
-        raise PermissionError(f"fork server {name} belongs to another user")
-    told = {"command": [*command], "environment": environment, "folder": folder}
-    socket.send_fds(line, [json.dumps(told).encode()], streams)
-    line.shutdown(socket.SHUT_WR)
-    answer = line.recv(_ANSWER_BYTES)
-    if not answer:
-        raise ConnectionError(f"fork server {name} ended before it had forked")
-    return int(answer)
+def _connected(name: str, wanted: dict[str, Any], streams: Sequence[int] = ()) -> socket.socket:
+    line, data = socket.socket(socket.AF_UNIX), json.dumps(wanted).encode()
+    try:
+        line.settimeout(ANSWER_S)
+        line.connect(f"\0{name}")
+        if _user_of(line) != os.getuid():
+            raise PermissionError(f"fork server {name} belongs to another user")
+        socket.send_fds(line, [_LENGTH.pack(len(data))], streams)
+        line.sendall(data)
+    except BaseException:
+        line.close()
+        raise
+    return line
 
 
 def _user_of(line: socket.socket) -> int:
@@ -138,87 +177,111 @@ def _user_of(line: socket.socket) -> int:
     return user
 
 
-def _order_worker(kind: str, command: Sequence[str]) -> None:
+def _order_worker(kind: str, command: Sequence[str]) -> NoReturn:
     """Have a worker of Ray forked; where that is not possible, become it."""
     nodes = [argument.removeprefix(_NODE_ARGUMENT) for argument in command if argument.startswith(_NODE_ARGUMENT)]
     try:
         order(socket_name(nodes[0], kind, os.environ), command)
-    except TimeoutError:
-        sys.exit(f"the fork server for {kind} did not answer within {FORK_S:g} s")  # it may fork yet
     except (OSError, IndexError):
         os.execv(sys.executable, [sys.executable, *command])
+    os._exit(0)
 
 
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
-class _Children:
-    """The forked processes: by a descriptor that tells of the end, their id and who ordered them."""
+class _Server:
+    """Forks for each order.
 
-    def __init__(self) -> None:
-        self._lines: dict[int, tuple[int, socket.socket]] = {}
-
-    def __iter__(self) -> Any:
-        return iter(self._lines)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def add(self, child: int, line: socket.socket) -> None:
-        """Add a process, and tell who ordered it."""
-        self._lines[os.pidfd_open(child)] = child, line
-        with suppress(OSError):  # who ordered may be gone by now
-            line.sendall(str(child).encode())
-
-    def reap(self, ended: int) -> None:
-        """Wait for a process that ended: Ray takes one that nobody has waited for to be alive."""
-        child, line = self._lines.pop(ended)
-        _, status = os.waitpid(child, 0)
-        os.close(ended)
-        with line, suppress(OSError):  # who ordered need not wait for it
-            line.sendall(str(status).encode())
-
-    def forget(self) -> None:
-        """In a forked process: close what is the server's."""
-        for descriptor, (_, line) in self._lines.items():
-            os.close(descriptor)
-            line.close()
-
-
-def _serve(listener: socket.socket, until: int, idle_s: float) -> bool:
-    """Fork for each order, until the server is to end.
-
-    Returns:
-        Whether this is a forked process, which is to run `sys.argv`.
+    Args:
+        listener: a socket that listens.
+        until: id of the process with which it ends.
+        idle_s: seconds without a connection that holds it, or a forked process, after which it ends.
     """
-    children, imported = _Children(), _changes()
-    while True:
-        ready, _, _ = select.select([until, listener, *children], [], [], None if len(children) else idle_s)
-        for ended in set(children) & set(ready):
-            children.reap(ended)
-        if until in ready or not ready:
-            return False
-        if listener not in ready:
-            continue
-        if _changes() != imported:
-            return False  # who orders starts a process that imports what is there now
-        line, _ = listener.accept()
+
+    def __init__(self, listener: socket.socket, until: int, idle_s: float) -> None:
+        self._listener, self._until, self._idle_s = listener, until, idle_s
+        self._children: dict[int, socket.socket] = {}  # who ordered, by process id
+        self._holders: dict[int, socket.socket] = {}  # by descriptor
+        self._imported = _changes()
+        self._ear, self._mouth = socket.socketpair()  # hears of children that have ended
+        self._mouth.setblocking(False)
+        self._poll = select.poll()
+
+    def serve(self) -> tuple[socket.socket, dict[str, Any], list[int]] | None:
+        """Serve until it is to end. In a forked process, return who ordered it, what, and with which streams."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        for watched in (self._ear, self._listener):
+            self._poll.register(watched, select.POLLIN)
+        used_s = time.monotonic()
+        while os.path.exists(f"/proc/{self._until}") and time.monotonic() - used_s <= self._idle_s:
+            ready = {descriptor for descriptor, _ in self._poll.poll(min(_LOOK_S, self._idle_s) * 1000)}
+            if self._ear.fileno() in ready:
+                self._ear.recv(_PART_BYTES)
+            self._reap()
+            for gone in self._holders.keys() & ready:
+                self._poll.unregister(gone)
+                self._holders.pop(gone).close()
+            if self._listener.fileno() in ready:
+                ordered = self._answer()
+                if ordered is not None:
+                    return ordered
+            if self._children or (self._holders and self._listens):
+                used_s = time.monotonic()
+        return None
+
+    @property
+    def _listens(self) -> bool:
+        return self._listener.fileno() >= 0
+
+    def _reap(self) -> None:
+        """Wait for children that have ended: Ray takes one that nobody has waited for to be alive."""
+        while self._children:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                return
+            with self._children.pop(child) as line, suppress(OSError):  # who ordered need not wait for it
+                line.sendall(str(status).encode())
+
+    def _answer(self) -> tuple[socket.socket, dict[str, Any], list[int]] | None:
+        """Answer a connection; see `serve`."""
+        if _changes() != self._imported:  # who orders starts a process that imports what is there now
+            self._poll.unregister(self._listener)
+            self._listener.close()
+            return None
         try:
-            told, streams = _received(line)
-        except (OSError, ValueError):  # who ordered ended meanwhile
-            line.close()
-            continue
-        child = os.fork()
-        if child == 0:
-            children.forget()
-            for held in (listener.fileno(), line.fileno(), until):
-                os.close(held)
-            listener.detach(), line.detach()
-            _become(told, streams)
-            return True
-        children.add(child, line)
+            line, _ = self._listener.accept()
+        except OSError:  # too many open files, or who connected has ended
+            time.sleep(_LOOK_S)
+            return None
+        streams: list[int] = []
+        try:
+            told = _received(line, streams)
+            if told["wants"] == "hold":
+                line.sendall(_READY)
+                self._holders[line.fileno()] = line
+                self._poll.register(line, select.POLLIN)
+                return None
+            child = os.fork()
+            if not child:
+                return line, told, streams
+            self._children[child] = line
+            line.sendall(str(child).encode())
+        except (OSError, ValueError):  # no memory for a process, or who ordered has ended; it is not run then
+            if line not in self._children.values():
+                line.close()
         for stream in streams:
             os.close(stream)
+        return None
+
+    def leave(self, line: socket.socket) -> None:
+        """In a forked process: close all that is the server's but one connection."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for held in (self._listener, self._ear, self._mouth, *self._children.values(), *self._holders.values()):
+            if held is not line:
+                held.close()
 
 
 def _changes() -> dict[str, int]:
@@ -227,22 +290,28 @@ def _changes() -> dict[str, int]:
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if file:
-            try:
+            with suppress(OSError):
                 found[file] = os.stat(file).st_mtime_ns
-            except OSError:
-                found[file] = 0
     return found
 
 
-def _received(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return an order and its standard streams. Raises OSError or ValueError where it is none of this user."""
+def _received(line: socket.socket, streams: list[int]) -> dict[str, Any]:
+    """Return an order, and add its standard streams. Raises OSError or ValueError where it is none of this user."""
     if _user_of(line) != os.getuid():
         raise PermissionError
-    line.settimeout(_RECEIVE_S)
-    told, streams, _, _ = socket.recv_fds(line, _ORDER_BYTES, len(_STANDARD))
-    while more := line.recv(_ORDER_BYTES):
-        told += more
-    return json.loads(told), list(streams)
+    line.settimeout(ANSWER_S)
+    head, descriptors, _, _ = socket.recv_fds(line, _LENGTH.size, len(_STANDARD))
+    streams += descriptors
+    if len(head) != _LENGTH.size:
+        raise ConnectionResetError
+    data, size = b"", _LENGTH.unpack(head)[0]
+    while len(data) < size:
+        part = line.recv(min(_PART_BYTES, size - len(data)))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    told: dict[str, Any] = json.loads(data)
+    return told
 
 
 def _become(told: dict[str, Any], streams: list[int]) -> None:
@@ -256,38 +325,63 @@ def _become(told: dict[str, Any], streams: list[int]) -> None:
     importlib.import_module(_MODULE)._started_with.update(told["environment"])  # which is not this one, `__main__`
     os.chdir(told["folder"])
     sys.argv = told["command"]
-    sys.path.insert(0, told["folder"] if sys.argv[0] == "-m" else os.path.dirname(sys.argv[0]))
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # where the environment says
     if "numpy" in sys.modules:  # unlike the generators of `random` and `uuid`, numpy's stays what it was
         importlib.import_module("numpy").random.seed()
 
 
-def _main(listener: str, until: str, idle_s: str, kind: str, *modules: str) -> bool:
-    """Serve, as `spawn` orders; return whether this is a forked process."""
-    if kind == "detached" and os.fork():
-        os._exit(0)
+def _import(modules: Sequence[str]) -> str:
+    """Import what is needed, then what may fail; return why what is needed cannot be imported."""
+    needed = modules.index(OPTIONAL) if OPTIONAL in modules else len(modules)
     try:
-        end = os.pidfd_open(int(until))
-    except ProcessLookupError:
-        return False
-    sys.path.pop(0)  # the folder of this file, whose modules have other names
-    for module in (_MODULE, *modules):
-        importlib.import_module(module)
+        for module in (_MODULE, *modules[:needed]):
+            importlib.import_module(module)
+    except Exception as error:  # of any kind: they are others' modules
+        return f"{type(error).__name__}: {error}"
+    for module in modules[needed + 1 :]:
+        with suppress(Exception):
+            importlib.import_module(module)
+    return ""
+
+
+def _main(name: str, until: str, idle_s: str, *modules: str) -> None:
+    """Serve. Returns in a forked process alone, which is to run `sys.argv`."""
+    if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):  # its modules have other names
+        sys.path.pop(0)
+    served, unused_s, listener = int(until), float(idle_s), socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError:
+        os._exit(0)  # there is one
+    listener.listen(_WAITING_ORDERS)
+    if os.fork():
+        os._exit(0)
+    os.dup2(0, 2)  # who started it waits for the end of this
+    error = _import(modules)
+    if error:
+        listener.settimeout(_LISTEN_S)
+        with suppress(OSError):
+            line, _ = listener.accept()
+            line.sendall(error.encode())
+        os._exit(1)
     gc.freeze()
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # threads of OpenBLAS
-    with socket.socket(fileno=int(listener)) as taken:
-        return _serve(taken, end, float(idle_s))
+    server = _Server(listener, served, unused_s)
+    ordered = server.serve()
+    if ordered is None:
+        os._exit(0)  # to clear what was imported takes seconds
+    line, told, streams = ordered
+    server.leave(line)
+    with line, suppress(OSError):
+        if line.recv(_ANSWER_BYTES) == _GO:
+            _become(told, streams)
+            return
+    os._exit(0)  # who ordered has become the worker itself, or has ended
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "order":
         _order_worker(sys.argv[2], sys.argv[3:])
-        os._exit(0)
-    if not _main(*sys.argv[2:]):
-        os._exit(0)  # to clear what was imported takes seconds
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    _main(*sys.argv[2:])
+    runpy.run_path(sys.argv[0], run_name="__main__")

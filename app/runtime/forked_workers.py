@@ -7,15 +7,16 @@ key-value store of the cluster.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from trainwright.core.plan import Plan
 from trainwright.ray_cluster import ray_compat
@@ -23,9 +24,15 @@ from trainwright.runtime import fork_server
 from trainwright.runtime.takeover import DriverLease
 
 _AFTER_S = 5.0  # from the start of a node's first worker to that of its fork server
+_READY_S = 60.0  # for a fork server to import
+_STARTED_S = 30.0  # for a forked worker; a standby waits that long for a fork server
+_JOBS_IDLE_S = 30.0  # of one whose environment no later job has, since Ray unpacked the job's folder for it
 _SWITCH = "TRAINWRIGHT_FORK_SERVER"  # environment variable of the driver: `off`, or `on` for accelerators too
 _ENGINES = "trainwright.strategies."
-_HARMLESS = {"_ray_commit", "config", "env_vars", "excludes", "py_modules", "worker_process_setup_hook", "working_dir"}
+_UNPACKED = {"working_dir", "py_modules"}
+_HARMLESS = {*_UNPACKED, "_ray_commit", "config", "env_vars", "excludes"}
+_SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"  # by which Ray would end a fork server
+_held: dict[str, socket.socket] = {}  # what keeps the fork servers that this process needs, by their names
 # What Ray imports beside itself in a worker.
 _RAYS = (
     *("aiohttp", "filelock", "google.protobuf", "jsonschema", "msgpack", "packaging.version", "psutil"),
@@ -58,8 +65,9 @@ class ForkedWorkers:
         self._module, self._threads = plan.engine.partition(":")[0], max(int(plan.placement.cpus), 1)
         self._on_answer, self._later, self._lease, self._note = on_answer, later, lease, note
         self._on = usable and _is_forkable(plan, os.environ.get(_SWITCH, ""))
+        self._command = fork_server.order_command(self._kind)
         self._asked: set[str] = set()
-        self._commands = ray_compat.published(self._kind) if self._on else {}
+        self._nodes = ray_compat.published(self._command) if self._on else set[str]()
 
     @property
     def _kind(self) -> str:
@@ -76,17 +84,38 @@ class ForkedWorkers:
         Args:
             node_id: None for a worker that Ray may place on any node.
         """
-        if not self._on or len({*self._commands.values()}) != 1:
-            return {}  # none, or nodes whose Pythons are in different places: Ray may move a worker to another node
-        nodes = {node_id} if node_id else self._nodes_at_first
-        command = next(iter(self._commands.values()))
-        return {"runtime_env": {"py_executable": command}} if nodes <= self._commands.keys() else {}
+        nodes = {node_id} if node_id else self._nodes_at_first if self._nodes else {""}
+        return {"runtime_env": {"py_executable": self._command}} if self._on and nodes <= self._nodes else {}
+
+    def watch(self, actor: Any, is_wanted: Callable[[], bool], start_again: Callable[[], None]) -> None:
+        """Start a worker that was forked as any other, if it is not up in time: Ray would fork it again and again."""
+        up: list[Any] = []
+
+        def answered(done: Future[Any]) -> None:
+            up.append(done)
+            if done.exception() is not None and is_wanted():
+                self.failed(f"one that was forked did not start: {done.exception()}")
+
+        def look() -> None:
+            if not up and is_wanted():
+                self.failed(f"one that was forked did not start within {_STARTED_S:g} s")
+                with suppress(RayError):
+                    ray.kill(actor, no_restart=True)
+                start_again()
+
+        self._on_answer(actor.keep_alive.remote(), answered)
+        self._later(_STARTED_S, look)
 
     def start_server(self, node_id: str, actor: Any, *, then: Callable[[], None] = lambda: None) -> None:
         """Have a worker start the fork server of its node unless there is one; `then` comes after that, or without."""
         if not self._on or actor is None:
             then()
             return
+        waiting = [then]
+
+        def proceed() -> None:
+            if waiting:
+                waiting.pop()()
 
         def started(done: Future[Any]) -> None:
             error = done.exception()
@@ -94,9 +123,10 @@ class ForkedWorkers:
                 self.started(node_id, done.result())
             elif not isinstance(error, RayActorError):
                 self.failed(f"no fork server was started: {error}")
-            then()
+            proceed()
 
         self._on_answer(actor.start_fork_server.remote(self._module, self._threads, self._lease.token), started)
+        self._later(_STARTED_S, proceed)  # the worker may be frozen
 
     def start_server_later(self, node_id: str, find_actor: Callable[[], Any]) -> None:
         """Start the fork server of a node where a worker has started, once; training comes first."""
@@ -105,29 +135,44 @@ class ForkedWorkers:
             self._later(_AFTER_S, lambda: self.start_server(node_id, find_actor()))
 
     def started(self, node_id: str, command: str) -> None:
-        """Note the command of a node's fork server."""
-        if command and self._commands.get(node_id) != command:
-            self._commands[node_id] = command
-            ray_compat.publish(self._kind, node_id, command)
+        """Note that a node has a fork server. Where its Python is in another place than here, it is not used."""
+        if command == self._command:
+            self._nodes.add(node_id)
 
     def failed(self, cause: str) -> None:
-        """Fork no more workers in this run, because one did not start, or no fork server."""
+        """Fork no more workers in this run, because one did not start, or no fork server; later runs start anew."""
         if self._on:
             self._on = False
+            for node_id in self._nodes:
+                ray_compat.retract(self._command, node_id)
             self._note(f"workers are no longer forked, each imports by itself: {cause}")
 
 
 def start_fork_server(module: str, threads: int) -> str:
-    """Start the fork server of this node for workers like this process, unless there is one; return its command."""
-    environment, kind = fork_server.initial_environment(), f"{module}/{threads}"
-    node_id = ray.get_runtime_context().get_node_id()
-    modules = [module, "trainwright.worker.worker", *(name for name in _RAYS if find_spec(name.partition(".")[0]))]
+    """Start the fork server of this node for workers like this process, unless there is one, and wait for its imports.
+
+    It stays while this process lives, and some time after that.
+
+    Returns:
+        The command that orders workers from it; empty where there can be none.
+
+    Raises:
+        OSError: it did not start, or could not import.
+    """
+    environment, kind, context = fork_server.initial_environment(), f"{module}/{threads}", ray.get_runtime_context()
+    if "RAY_RAYLET_PID" not in environment or environment.get(_SUBREAPER, "").lower() in ("1", "true"):
+        return ""
+    name = fork_server.socket_name(context.get_node_id(), kind, environment)
     own = {"KERAS_BACKEND": "tensorflow"} if module.startswith(f"{_ENGINES}tensorflow.") else {}
-    fork_server.start(
-        fork_server.socket_name(node_id, kind, environment), modules,
+    line = fork_server.start(
+        name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAYS],
         {"OMP_NUM_THREADS": str(threads), **environment, **own}, until=int(environment["RAY_RAYLET_PID"]),
+        idle_s=_JOBS_IDLE_S if context.runtime_env.keys() & _UNPACKED else fork_server.IDLE_S,
     )  # fmt: skip
-    return fork_server.order_command(kind)
+    _held[name], command = line, fork_server.order_command(kind)
+    ray_compat.publish(command, context.get_node_id())  # from now on, as orders wait, and this process may end
+    fork_server.await_ready(line, _READY_S)
+    return command
 
 
 def _is_forkable(plan: Plan, switch: str) -> bool:

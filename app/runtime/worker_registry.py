@@ -166,7 +166,6 @@ class WorkerRegistry:
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
         self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=room is None)
-        self._forked: set[int] = set()
         self._notices = PreemptionWatcher(
             self._actors, self._nodes, queue, lease, avoid=None if room else self._rooms.shun, note=note
         )
@@ -218,16 +217,24 @@ class WorkerRegistry:
         actor = self._rooms.process(effect.slot)
         if actor is None:
             options = self._rooms.options(effect.slot, beside=effect.beside)
-            options |= detached_options(f"{self.name}/worker-{effect.worker}-{self._lease.token}")
             forked = self._forking.options(self._rooms.home(effect.slot))
-            if forked:
-                self._forked.add(effect.worker)
-            options |= forked
+            name = f"{self.name}/worker-{effect.worker}-{self._lease.token}{'-forked' if forked else ''}"
+            options |= {**detached_options(name), **forked}
             actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
+            if forked:
+                self._forking.watch(actor, lambda: is_wanted(actor), lambda: self.place(effect, prepared=True))
         else:
             actor.begin.remote(self.config_ref, berth, self._lease.token)
         self._actors[effect.worker] = actor
-        self._queue.then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
+
+        def is_wanted(process: Any) -> bool:
+            return self._actors.get(effect.worker) is process  # not another one that was started in its place
+
+        def greeted(done: Future[Any]) -> None:
+            if is_wanted(actor):
+                self._greeted(effect.worker, done)
+
+        self._queue.then(actor.hello.remote(effect.spare), greeted)
 
     def build_for(self, plan: Plan | None) -> None:
         """Build and warm up for this plan in workers that are placed from now on."""
@@ -290,8 +297,6 @@ class WorkerRegistry:
         actor, cause = self._actors.pop(worker, None), exit_reason(error)
         if actor is None:
             return
-        if error is not None and worker in self._forked and worker not in self._nodes:
-            self._forking.failed(f"one that was forked did not start: {cause}")
         final = self._rooms.lost(self._slots[worker], cause)
         if final is not None:
             if not self._closed.is_set():

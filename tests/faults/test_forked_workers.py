@@ -24,7 +24,7 @@ def parent_of(process: int | str) -> tuple[int, str]:
 
 def is_fork_server(command: str) -> bool:
     """Whether that is the command of a node's fork server, not of the tests'."""
-    return "fork_server.py serve" in command and " detached " in command
+    return "fork_server.py serve " in command and "trainwright-tests-" not in command
 
 
 def fit(folder: Path, kill_step: int, **fields: Any) -> tuple[list[bool], set[int]]:

@@ -9,38 +9,25 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 
-from trainwright.runtime.fork_server import send_order, spawn
+from tests.support import run_module
+from trainwright.runtime.fork_server import await_ready, order, start
 
-END_S = 10.0
+IMPORT_S = 120.0  # on a busy machine
 _ANSWER_BYTES = 32
 
 
 @contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[str]:
-    """Start a fork server; yield the name of its socket, which takes orders at once. They wait for the imports."""
-    missing = [module for module in modules if find_spec(module) is None]
-    assert not missing, f"the fork server is to import what does not exist: {missing}"  # Ray would wait without end
+    """Start a fork server; yield the name of its socket."""
     name = f"trainwright-tests-{os.getpid()}-{os.urandom(4).hex()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        server = spawn(listener, modules, os.environ, until=os.getpid())
-    with server:
-        try:
-            yield name
-        finally:
-            server.terminate()
-            try:
-                server.wait(END_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                raise AssertionError(f"the fork server did not end within {END_S:g} s") from None
+    with start(name, modules, os.environ, until=os.getpid(), idle_s=0.1) as line:
+        await_ready(line, IMPORT_S)
+        yield name
 
 
 class Forked:
@@ -55,12 +42,12 @@ class Forked:
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], folder: str) -> None:
         self.args, self.returncode = [*command], None
+        script = [run_module.__file__, *command[1:]] if command[0] == "-m" else command
         self._said: list[str] = ["", ""]
         pipes = [os.pipe(), os.pipe()]
-        self._line = socket.socket(socket.AF_UNIX)
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), pipes[0][1], pipes[1][1])
-            self.pid = send_order(self._line, name, self.args, environment, folder, streams)
+            self.pid, self._line = order(name, script, environment=environment, folder=folder, streams=streams)
         for _, written in pipes:
             os.close(written)
         self._readers = [threading.Thread(target=self._read, args=(n, pipe[0])) for n, pipe in enumerate(pipes)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -43,8 +44,9 @@ if __name__ == "__main__":
     from fork_server import order
 
     worker = bare(sys.argv[1:])
-    if worker is None or VARIABLE not in os.environ:
-        os.execv(sys.executable, [sys.executable, rays_own(), *sys.argv[1:]])
-    command, variables = worker
-    os.environ |= variables
-    order(os.environ[VARIABLE], command)
+    if worker is not None and VARIABLE in os.environ:
+        command, variables = worker
+        with suppress(OSError):  # it has ended, or is too busy
+            order(os.environ[VARIABLE], command, environment={**os.environ, **variables})
+            sys.exit()
+    os.execv(sys.executable, [sys.executable, rays_own(), *sys.argv[1:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,15 +21,26 @@ from ray.exceptions import ActorDiedError
 
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.runtime import fork_server, forked_workers
-from trainwright.runtime.fork_server import order, order_command, send_order, socket_name, spawn
+from trainwright.runtime.fork_server import await_ready, order, order_command, socket_name, start
 from trainwright.runtime.forked_workers import ForkedWorkers
 
 SCRIPT = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], "graphlib" in sys.modules, os.environ.get("RAY_MARK")]))
 """
-NODE, KIND = "node-of-a-test", "an.engine/1"
-NOBODY = 65534
+NODE, KIND, NOBODY = f"node-{os.getpid()}", "an.engine/1", 65534
+MINE = f"--node-id={NODE}"
+
+
+def environment() -> dict[str, str]:
+    """Of this process, but for what pytest changes in the course of a test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture
+def name() -> str:
+    """The name of the socket of the server for that environment, `NODE` and `KIND`."""
+    return socket_name(NODE, KIND, environment())
 
 
 @pytest.fixture
@@ -37,130 +49,215 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-Serve = Callable[..., "subprocess.Popen[bytes]"]
-
-
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Start a server of this process's environment, for `NODE` and `KIND`."""
-    started = []
+def serve(name: str) -> Iterator[Callable[..., int]]:
+    """Start that server; return its process id."""
+    held: list[socket.socket] = []
 
-    def start(*modules: str, until: int = 0, **options: Any) -> subprocess.Popen[bytes]:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("\0" + socket_name(NODE, KIND, os.environ))
-            started.append(spawn(listener, modules, os.environ, until=until or os.getpid(), **options))
-        return started[-1]
+    def begin(*modules: str, until: int = 0, idle_s: float = 0.1) -> int:
+        held.append(start(name, ["graphlib", *modules], environment(), until=until or os.getpid(), idle_s=idle_s))
+        await_ready(held[-1], 60.0)
+        return server_of(name)
 
-    yield start
-    for server in started:
-        server.kill()
-        server.wait()
+    yield begin
+    for line in held:
+        line.close()
+    await_end(name)
 
 
-def worker(script: Path, *arguments: str, **variables: str) -> tuple[list[Any], str]:
+def server_of(name: str) -> int:
+    """The process id of a server."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if name in (folder / "cmdline").read_text():
+                return int(folder.name)
+        except OSError:  # it ended meanwhile
+            continue
+    raise AssertionError(f"no server {name}")
+
+
+def await_end(name: str) -> None:
+    """Wait until nobody listens."""
+    deadline = time.monotonic() + 30.0
+    with pytest.raises(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(f"\0{name}")
+            time.sleep(0.05)
+
+
+def worker(script: Path, *arguments: str, **variables: str) -> list[Any]:
     """Run what Ray runs to start a worker of `KIND`; return what it prints."""
     command = f"exec {order_command(KIND)} {script} {' '.join(arguments)}"
     done = subprocess.run(
-        ["bash", "-c", command], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", command],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    return json.loads(done.stdout), done.stderr
+    assert not done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
 
 
-def test_a_worker_is_forked_with_its_own_variables_of_ray(serve: Serve, script: Path) -> None:
-    serve("graphlib")
-    expected = [[f"--node-id={NODE}", "--more"], True, "its own"]
-    assert worker(script, *expected[0], RAY_MARK="its own") == (expected, "")  # type: ignore[misc]
+def test_a_worker_is_forked_with_its_own_variables_of_ray(serve: Callable[..., int], script: Path) -> None:
+    serve()
+    assert worker(script, MINE, "--more", RAY_MARK="its own") == [[MINE, "--more"], True, "its own"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables"),
-    [([f"--node-id={NODE}"], {"OTHER": "1"}), (["--node-id=another"], {}), ([], {})],
+    [([MINE], {"OTHER": "1"}), (["--node-id=another"], {}), ([], {})],
     ids=["environment", "node", "no-node"],
 )
 def test_a_worker_of_another_environment_or_node_imports_by_itself(
-    serve: Serve, script: Path, arguments: list[str], variables: dict[str, str]
+    serve: Callable[..., int], script: Path, arguments: list[str], variables: dict[str, str]
 ) -> None:
-    serve("graphlib")
-    assert worker(script, *arguments, **variables) == ([arguments, False, None], "")
+    serve()
+    assert worker(script, *arguments, **variables) == [arguments, False, None]
 
 
-def test_a_worker_without_a_server_imports_by_itself(script: Path) -> None:
-    assert worker(script, f"--node-id={NODE}") == ([[f"--node-id={NODE}"], False, None], "")
+def test_a_worker_without_a_server_imports_by_itself(name: str, script: Path) -> None:
+    assert worker(script, MINE) == [[MINE], False, None]
 
 
-def test_a_server_ends_once_a_file_that_it_imported_has_changed(
-    serve: Serve, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_large_environments_fit(serve: Callable[..., int], script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket takes some 200 KB at once; Kubernetes' variables of services are more."""
+    serve()
+    large = {f"RAY_SERVICE_{number}": "x" * 100_000 for number in range(5)}
+    assert worker(script, MINE, **large) == [[MINE], True, None]
+
+
+def test_a_server_forks_no_more_once_a_file_that_it_imported_has_changed(
+    name: str, serve: Callable[..., int], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = tmp_path / "a_library.py"
+    library, long = tmp_path / "a_library.py", tmp_path / "long.py"
     library.write_text("version = 1\n")
+    long.write_text("print(0, flush=True); input()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = serve("a_library", "graphlib")
-    assert worker(script, f"--node-id={NODE}")[0][1]
-    os.utime(library, (1, 1))
-    assert not worker(script, f"--node-id={NODE}")[0][1]
-    assert server.wait(30) == 0
+    name = socket_name(NODE, KIND, environment())
+    with start(name, ["graphlib", "a_library"], environment(), until=os.getpid(), idle_s=0.1) as line:
+        await_ready(line, 60.0)
+        server, (read, write) = server_of(name), os.pipe()
+        child, status = order(name, [str(long)], streams=(read, 1, 2))
+        assert worker(script, MINE)[1]
+        os.utime(library, (1, 1))
+        assert not worker(script, MINE)[1]
+        assert os.path.exists(f"/proc/{server}"), "it waits for what it has forked"
+        os.write(write, b"\n")
+        assert status.recv(32) == b"0" and not os.path.exists(f"/proc/{child}"), "nothing is left of a child"
+    await_gone(server)
+    for each in (read, write):
+        os.close(each)
+    status.close()
 
 
-def test_a_server_ends_with_the_process_that_it_serves(serve: Serve) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
-        server = serve(until=raylet.pid)
-        assert server.poll() is None
-        raylet.communicate(b"\n", timeout=30)
-        assert server.wait(30) == 0
-
-
-def test_a_server_that_nobody_uses_ends(serve: Serve, script: Path, tmp_path: Path) -> None:
-    server = serve(idle_s=1.0)
-    (tmp_path / "long.py").write_text("import time; print('begun', flush=True); time.sleep(3); print('done')")
-    done = subprocess.run(
-        ["bash", "-c", f"exec {order_command(KIND)} {tmp_path / 'long.py'} --node-id={NODE}"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout == "begun\ndone\n", "a server that has a child is used"
-    assert server.wait(30) == 0
-
-
-def test_a_server_outlives_who_started_it(tmp_path: Path, script: Path) -> None:
-    """Ray ends a worker's children with it."""
-    name = socket_name(NODE, KIND, os.environ)
-    starts = (
-        f"from trainwright.runtime.fork_server import start; start({name!r}, ['graphlib'], __import__('os').environ,"
-    )
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
-        command = [sys.executable, "-c", f"{starts} until={raylet.pid})"]
-        for _ in range(2):  # the second one finds it
-            subprocess.run(command, check=True, timeout=60)
-        assert worker(script, f"--node-id={NODE}")[0][1]
-        raylet.communicate(b"\n", timeout=30)
+def await_gone(process: int) -> None:
+    """Wait for the end of a process that is no child of this one."""
     deadline = time.monotonic() + 30.0
-    with pytest.raises((ConnectionRefusedError, ConnectionResetError)):
-        while time.monotonic() < deadline:
-            order(name, [str(script)])
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def test_a_torn_order_does_not_end_the_server(serve: Serve, script: Path) -> None:
-    serve("graphlib")
-    for data in (b"", b'{"command": ['):
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect("\0" + socket_name(NODE, KIND, os.environ))
-            line.sendall(data)
-    assert worker(script, f"--node-id={NODE}")[0][1]
+def test_a_server_ends_with_the_process_that_it_serves(serve: Callable[..., int]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        server = serve(until=raylet.pid, idle_s=1000.0)
+        raylet.communicate(b"\n", timeout=30)
+        await_gone(server)
+
+
+def test_a_server_stays_while_somebody_holds_it_or_it_has_a_child(
+    name: str, serve: Callable[..., int], tmp_path: Path
+) -> None:
+    (tmp_path / "long.py").write_text("import time; time.sleep(2); print('done')")
+    server = serve(idle_s=0.1)
+    held = start(name, [], environment(), until=os.getpid())  # finds that one
+    with order(name, [str(tmp_path / "long.py")], streams=(0, 1, 2))[1] as status:
+        held.close()
+        assert status.recv(32) == b"0"
+    assert server_of(name) == server, "the fixture holds it"
+
+
+def test_a_server_ends_when_nobody_holds_it(name: str) -> None:
+    start(name, ["graphlib"], environment(), until=os.getpid(), idle_s=0.1).close()
+    await_end(name)
+
+
+def test_a_server_is_no_child_of_who_started_it(serve: Callable[..., int]) -> None:
+    """Ray ends a worker's children with it."""
+    parent = Path(f"/proc/{serve()}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) != os.getpid()
+
+
+def test_a_server_that_cannot_import_says_why(name: str) -> None:
+    with (
+        start(name, ["there_is_no_such_module"], environment(), until=os.getpid()) as line,
+        pytest.raises(OSError, match="No module named 'there_is_no_such_module'"),
+    ):
+        await_ready(line, 60.0)
+    optional = [fork_server.OPTIONAL, "there_is_no_such_module"]
+    with start(name, ["graphlib", *optional], environment(), until=os.getpid(), idle_s=0.1) as line:
+        await_ready(line, 60.0)
+    await_end(name)
+
+
+def test_a_server_that_cannot_start_says_why(name: str) -> None:
+    with pytest.raises(OSError, match="invalid literal for int"):
+        start(name, [], environment(), until="no number")  # type: ignore[arg-type]
+
+
+def test_torn_orders_neither_end_the_server_nor_leave_descriptors(
+    name: str, serve: Callable[..., int], script: Path
+) -> None:
+    server = serve()
+    before = len(os.listdir(f"/proc/{server}/fd"))
+    for data in (b"", b"12345678", b"\x05" + bytes(7) + b"{"):
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(f"\0{name}")
+                if data:
+                    socket.send_fds(line, [data], (0, 1, 2))
+    assert worker(script, MINE)[1]
+    deadline = time.monotonic() + 30.0
+    while len(os.listdir(f"/proc/{server}/fd")) != before:
+        assert time.monotonic() < deadline, os.listdir(f"/proc/{server}/fd")
+        time.sleep(0.02)
+
+
+def test_nothing_runs_that_nobody_waits_for(
+    name: str, serve: Callable[..., int], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who ordered from a frozen server starts the worker itself; it must not be started twice."""
+    server, proof = serve(), tmp_path / "forked"
+    (tmp_path / "proof.py").write_text(f"open({str(proof)!r}, 'w')")
+    os.kill(server, signal.SIGSTOP)
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.3)
+    try:
+        with pytest.raises(TimeoutError):
+            order(name, [str(tmp_path / "proof.py")])
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert worker(script, MINE)[1], "it serves again"
+    assert not proof.exists()
+    with order(name, [str(tmp_path / "proof.py")])[1] as status:
+        assert status.recv(32) == b"0" and proof.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_can_neither_order_nor_pretend(serve: Serve, script: Path) -> None:
-    serve("graphlib")
-    name, folder = socket_name(NODE, KIND, os.environ), str(Path(fork_server.__file__).parent)
+def test_another_user_can_neither_order_nor_pretend(name: str, serve: Callable[..., int], script: Path) -> None:
+    serve()
     asks = f"""
 import os, sys, socket
-sys.path.insert(0, {folder!r})
+sys.path.insert(0, {str(Path(fork_server.__file__).parent)!r})
 import fork_server
 os.setuid({NOBODY})
-with socket.socket(socket.AF_UNIX) as line:
-    try:
-        fork_server.send_order(line, {name!r}, ["script"], {{}}, "/", (0, 1, 2))
-    except PermissionError as error:
-        print(error)
+try:
+    fork_server.order({name!r}, ["script"])
+except PermissionError as error:
+    print(error)
 fork_server._user_of = lambda line: os.getuid()
 try:
     fork_server.order({name!r}, ["script"])
@@ -171,105 +268,140 @@ except ConnectionError:
         [sys.executable, "-I", "-S", "-c", asks], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == [f"fork server {name} belongs to another user", "refused"], done.stderr
-    assert worker(script, f"--node-id={NODE}")[0][1], "the server goes on"
-
-
-def test_one_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "FORK_S", 0.2)
-    name = socket_name(NODE, "silent", os.environ)
-    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as line:
-        silent.bind(f"\0{name}")
-        silent.listen()
-        with pytest.raises(TimeoutError):
-            send_order(line, name, ["script"], {}, "/", (0, 1, 2))
+    assert worker(script, MINE)[1], "the server goes on"
 
 
 # --- The driver -------------------------------------------------------------------------------------------------------
 
+COMMAND = order_command("trainwright.strategies.torch.engines.data_parallel/1")
+FORKED = {"runtime_env": {"py_executable": COMMAND}}
 
-class Cluster:
-    """What a driver asks of Ray, without Ray."""
+
+class Driver:
+    """What a driver asks of Ray and is told, without Ray.
+
+    Attributes:
+        kept: in the key-value store: nodes with a fork server.
+        told: notes for the user.
+        answers: who waits for the answer of an actor.
+        due: what is to be called after some seconds.
+        actor: that is asked.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *nodes: str, **runtime_env: Any) -> None:
-        self.kept: dict[str, str] = {}
+        self.kept, self.told, self.actor = set[str](), list[str](), mock.Mock()
+        self.answers: list[Callable[[Future[Any]], None]] = []
+        self.due: list[tuple[float, Callable[[], None]]] = []
         listed = [{"NodeID": node, "Alive": True, "Resources": {"CPU": 2.0}} for node in nodes]
         listed.append({"NodeID": "head", "Alive": True, "Resources": {}})
         monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", "")
         monkeypatch.setattr(forked_workers.ray, "nodes", lambda: listed)
-        context = type("Context", (), {"runtime_env": runtime_env})
-        monkeypatch.setattr(forked_workers.ray, "get_runtime_context", context)
-        monkeypatch.setattr(forked_workers.ray_compat, "published", lambda topic: dict(self.kept))
-        monkeypatch.setattr(
-            forked_workers.ray_compat, "publish", lambda topic, name, value: self.kept.update({name: value})
-        )
+        monkeypatch.setattr(forked_workers.ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=runtime_env))
+        store = forked_workers.ray_compat
+        monkeypatch.setattr(store, "published", lambda topic: {*self.kept} if topic == COMMAND else set())
+        monkeypatch.setattr(store, "retract", lambda topic, node: self.kept.discard(node))
 
+    def workers(self, *, usable: bool = True, **changes: Any) -> ForkedWorkers:
+        """Those of a run with a plan."""
+        engine = changes.pop("engine", "torch.engines.data_parallel:DataParallel")
+        plan = Plan(
+            strategy="data_parallel", engine=f"trainwright.strategies.{engine}", mesh=Mesh(data=2), batch_size=2,
+            keras_backend=changes.pop("keras_backend", ""), placement=WorkerResources(cpus=1.0, **changes),
+        )  # fmt: skip
+        lease: Any = SimpleNamespace(token=7)
+        return ForkedWorkers(
+            plan, lambda _, then: self.answers.append(then), lambda after_s, call: self.due.append((after_s, call)),
+            lease, self.told.append, usable=usable,
+        )  # fmt: skip
 
-def plan(engine: str = "torch.engines.data_parallel:DataParallel", **changes: Any) -> Plan:
-    backend, resources = changes.pop("keras_backend", ""), WorkerResources(cpus=1.0, **changes)
-    return Plan(
-        strategy="data_parallel", engine=f"trainwright.strategies.{engine}", mesh=Mesh(data=2), batch_size=2,
-        placement=resources, keras_backend=backend,
-    )  # fmt: skip
-
-
-def forked(plan: Plan, note: Callable[[str], None], *, usable: bool = True) -> ForkedWorkers:
-    """Those of a driver that asks no worker."""
-    return ForkedWorkers(plan, pytest.fail, pytest.fail, None, note, usable=usable)  # type: ignore[arg-type]
+    def answer(self, value: str | Exception) -> None:
+        """Of the actor, to who waits for it longest."""
+        answer: Future[Any] = Future()
+        if isinstance(value, Exception):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+        self.answers.pop(0)(answer)
 
 
 def test_workers_are_forked_where_a_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(monkeypatch, "a", "b")
-    first = forked(plan(), pytest.fail)
+    driver = Driver(monkeypatch, "a", "b")
+    first = driver.workers()
     assert first.options(None) == {} == first.options("a")
-    first.started("a", "python order")
-    expected = {"runtime_env": {"py_executable": "python order"}}
-    assert (first.options("a"), first.options("b"), first.options(None)) == (expected, {}, {})
-    first.started("b", "python order")
-    assert first.options("b") == first.options(None) == expected
-    assert forked(plan(), pytest.fail).options(None) == expected, "the next run finds them"
+    first.started("a", COMMAND)
+    assert (first.options("a"), first.options("b"), first.options(None)) == (FORKED, {}, {})
     first.started("b", "elsewhere/python order")
-    assert first.options("a") == first.options("b") == {}, "Ray may move a worker to a node without that Python"
-    assert cluster.kept == {"a": "python order", "b": "elsewhere/python order"}
+    assert first.options("b") == {}, "its Python is in another place than the driver's"
+    first.started("b", COMMAND)
+    assert first.options("b") == first.options(None) == FORKED
+    driver.kept = {"a", "b"}
+    assert driver.workers().options(None) == FORKED, "the next run finds them"
+    assert not driver.told
 
 
 def test_one_that_fails_is_told_once_and_none_is_forked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cluster(monkeypatch, "a")
-    told: list[str] = []
-    workers = forked(plan(), told.append)
-    workers.started("a", "python order")
+    driver = Driver(monkeypatch, "a")
+    workers, done = driver.workers(), list[int]()
+    driver.kept.add("a")
+    workers.started("a", COMMAND)
     for _ in range(2):
         workers.failed("it was killed")
-    asked: list[int] = []
-    workers.start_server("a", object(), then=lambda: asked.append(1))
-    assert workers.options("a") == {} and asked == [1]
-    assert told == ["workers are no longer forked, each imports by itself: it was killed"]
+    workers.start_server("a", driver.actor, then=lambda: done.append(1))
+    assert workers.options("a") == {} and done == [1] and not driver.actor.mock_calls
+    assert driver.told == ["workers are no longer forked, each imports by itself: it was killed"]
+    assert driver.kept == set(), "later runs start their servers anew"
 
 
 def test_without_a_standby_a_server_is_started_later_and_once_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cluster(monkeypatch, "a", "b")
-    due: list[Callable[[], None]] = []
-    actor, lease = mock.Mock(), SimpleNamespace(token=7)
-    workers = ForkedWorkers(plan(), lambda *_: None, lambda _, call: due.append(call), lease, pytest.fail, usable=True)  # type: ignore[arg-type]
-    for node, found in (("a", actor), ("a", actor), ("b", None)):
+    driver = Driver(monkeypatch, "a", "b")
+    workers = driver.workers()
+    for node, found in (("a", driver.actor), ("a", driver.actor), ("b", None)):
         workers.start_server_later(node, lambda found=found: found)  # type: ignore[misc]
-    assert len(due) == 2 and not actor.mock_calls
-    for call in due:
+    due, driver.due = driver.due, []
+    assert [after_s for after_s, _ in due] == [5.0, 5.0] and not driver.actor.mock_calls
+    for _, call in due:
         call()
     module = "trainwright.strategies.torch.engines.data_parallel"
-    assert actor.mock_calls == [mock.call.start_fork_server.remote(module, 1, 7)], "the worker of `b` has ended"
+    asked = [mock.call.start_fork_server.remote(module, 1, 7)]
+    assert driver.actor.mock_calls == asked, "the worker of `b` has ended"
 
 
-def test_a_worker_that_dies_meanwhile_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cluster(monkeypatch, "a")
-    answers: list[Callable[[Future[Any]], None]] = []
-    lease, actor, done = SimpleNamespace(token=1), mock.Mock(), list[int]()
-    workers = ForkedWorkers(plan(), lambda _, then: answers.append(then), pytest.fail, lease, pytest.fail, usable=True)  # type: ignore[arg-type]
-    workers.start_server("a", actor, then=lambda: done.append(1))
+@pytest.mark.parametrize("end", ["up", "died", "killed", "silent"])
+def test_a_forked_worker_that_does_not_start_is_started_as_any_other(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    driver, killed, again, wanted = Driver(monkeypatch, "a"), list[Any](), list[int](), [True]
+    monkeypatch.setattr(forked_workers.ray, "kill", lambda actor, *, no_restart: killed.append(actor))
+    workers = driver.workers()
+    workers.started("a", COMMAND)
+    workers.watch(driver.actor, lambda: wanted[0], lambda: again.append(1))
+    ((after_s, look),) = driver.due
+    wanted[0] = end != "killed"  # by the driver
+    if end != "silent":
+        driver.answer("" if end == "up" else ActorDiedError())
+    look()
+    assert after_s == 30.0 and (killed, again) == (([driver.actor], [1]) if end == "silent" else ([], []))
+    assert workers.options("a") == ({} if end in ("died", "silent") else FORKED)
+    assert len(driver.told) == (end in ("died", "silent"))
+
+
+@pytest.mark.parametrize("end", ["died", "frozen", "failed", "answered"])
+def test_a_standby_does_not_wait_for_a_server_without_end(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    driver = Driver(monkeypatch, "a")
+    workers, done = driver.workers(), list[int]()
+    workers.start_server("a", driver.actor, then=lambda: done.append(1))
     assert not done
-    answer: Future[Any] = Future()
-    answer.set_exception(ActorDiedError())
-    answers[0](answer)
-    assert done == [1] and workers.options("a") == {}
+    ((after_s, late),) = driver.due
+    if end == "frozen":
+        late()
+        assert after_s == 30.0 and workers.options("a") == {}
+    driver.answer({"died": ActorDiedError(), "failed": OSError("no module")}.get(end, COMMAND))
+    late()
+    assert done == [1], "once"
+    assert workers.options("a") == (FORKED if end in ("answered", "frozen") else {})
+    assert driver.told == (
+        ["workers are no longer forked, each imports by itself: no fork server was started: no module"]
+        if end == "failed"
+        else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,16 +416,16 @@ def test_a_worker_that_dies_meanwhile_keeps_nobody_waiting(monkeypatch: pytest.M
         ("", {}, {"pip": ["a"]}, False),
         ("", {}, {"py_executable": "nice python"}, False),
         ("", {}, {"image_uri": "an image"}, False),
+        ("", {}, {"worker_process_setup_hook": "a.hook"}, False),  # which runs before a framework is imported
     ],
-)  # fmt: skip
+)
 def test_which_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch, switch: str, changes: dict[str, Any], runtime_env: dict[str, Any], forks: bool
 ) -> None:
-    Cluster(monkeypatch, "a", **runtime_env)
+    driver = Driver(monkeypatch, "a", **runtime_env)
     monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", switch)
-    workers = forked(plan(**changes), pytest.fail)
-    workers.started("a", "python order")
-    assert bool(workers.options("a")) is forks
-    placed_by_others = forked(plan(**changes), pytest.fail, usable=False)
-    placed_by_others.started("a", "python order")
-    assert placed_by_others.options("a") == {}
+    module = f"trainwright.strategies.{changes.get('engine', 'torch.engines.data_parallel:')}".partition(":")[0]
+    for usable in (True, False):  # not usable: others place the workers
+        workers = driver.workers(usable=usable, **changes)
+        workers.started("a", order_command(f"{module}/1"))
+        assert bool(workers.options("a")) is (forks and usable)
