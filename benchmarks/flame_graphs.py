@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from duel import OurLoop, order_for
-from first_step import train_ours
+from first_step import train_first
 from machine import ray_cluster, settle
 from party import Seat, together
 from stamps import read_stamps
@@ -122,7 +122,7 @@ def _parts_of_start(place: Path) -> list[float]:
             folder = place / f"start-{number}"
             folder.mkdir()
             times = [time.time()]
-            train_ours(folder)
+            train_first(folder)
             told = [*read_events(open_store(str(folder / "runs")), "benchmark")]
             times += [event.time_s for event in told if isinstance(event, RunStarted)]
             times += sorted(event.time_s for event in told if isinstance(event, Placed) and not event.spare)

@@ -60,9 +60,14 @@ STALL = Row(
     what="blocked, against dcp.async_save",
 )
 FIRST = Row(
-    told="`fit()` to the first step, against Ray Train, a Ray cluster running",
+    told="`fit()` to the first step, against Ray Train, a Ray cluster running, first run",
     benchmark="first_step",
-    what="fit() to the first step, against TorchTrainer",
+    what="fit() to the first step, a first run, against TorchTrainer",
+)
+LATER = Row(
+    told="the same, a later run, whose workers are forked from a process that the first one has left",
+    benchmark="first_step",
+    what="fit() to the first step, a later run, against TorchTrainer",
 )
 SPARE = Row(
     told="SIGKILL of one of two workers to the next completed step, one warm standby, against Ray Train",
@@ -97,7 +102,7 @@ IMAGES = Row(
 )
 
 TABLES: Mapping[str, Sequence[Row]] = {
-    "overview": (STEP, SHARDED, PIPELINE, STALL, FIRST, SPARE, NO_SPARE, SHRINK, FLOATS, IMAGES),
+    "overview": (STEP, SHARDED, PIPELINE, STALL, FIRST, LATER, SPARE, NO_SPARE, SHRINK, FLOATS, IMAGES),
     "steps": (
         STEP,
         Row(
@@ -124,6 +129,7 @@ TABLES: Mapping[str, Sequence[Row]] = {
     ),
     "recovery": (
         FIRST,
+        LATER,
         SPARE,
         Row(told="the same against torchrun", benchmark="recovery", what=f"{_KILL}, one spare, against torchrun"),
         Row(
