@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,10 +42,30 @@ Html = Annotated[
 
 
 def terminal_console(width: int = _WIDTH, *, highlight: bool = True) -> Console:
-    """Return a console for stdout: as wide as the terminal, or `width` columns in files and pipes."""
+    """Return a console for stdout: as wide as the terminal, or `width` columns in files and pipes.
+
+    Lines there have no blanks at their ends, with which rich fills the last column of a table.
+    """
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else width, highlight=highlight)
+    if sys.stdout.isatty():
+        return Console(highlight=highlight)
+    return Console(file=_WithoutTrailingBlanks(), width=width, highlight=highlight)
+
+
+class _WithoutTrailingBlanks(io.StringIO):
+    """Standard output, for whole lines."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def print_json(data: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from trainwright.core.plan import Plan
 from trainwright.ray_cluster import ray_compat
@@ -27,6 +28,7 @@ _AFTER_S = 5.0  # from the start of a node's first worker to that of its fork se
 _READY_S = 60.0  # for a fork server to import
 _STARTED_S = 30.0  # for a forked worker; a standby waits that long for a fork server
 _JOBS_IDLE_S = 30.0  # of one whose environment no later job has, since Ray unpacked the job's folder for it
+_RESERVED = "CREATED"  # state of a placement group whose resources are there
 _SWITCH = "TRAINWRIGHT_FORK_SERVER"  # environment variable of the driver: `off`, or `on` for accelerators too
 _ENGINES = "trainwright.strategies."
 _UNPACKED = {"working_dir", "py_modules"}
@@ -87,8 +89,17 @@ class ForkedWorkers:
         nodes = {node_id} if node_id else self._nodes_at_first if self._nodes else {""}
         return {"runtime_env": {"py_executable": self._command}} if self._on and nodes <= self._nodes else {}
 
-    def watch(self, actor: Any, is_wanted: Callable[[], bool], start_again: Callable[[], None]) -> None:
-        """Start a worker that was forked as any other, if it is not up in time: Ray would fork it again and again."""
+    def watch(
+        self, actor: Any, group: PlacementGroup, is_wanted: Callable[[], bool], start_again: Callable[[], None]
+    ) -> None:
+        """Start a worker that was forked as any other, if it is not up in time: Ray would fork it again and again.
+
+        Args:
+            actor: of the worker.
+            group: the resources that it waits for.
+            is_wanted: whether it is the worker's actor still.
+            start_again: starts it.
+        """
         up: list[Any] = []
 
         def answered(done: Future[Any]) -> None:
@@ -97,7 +108,11 @@ class ForkedWorkers:
                 self.failed(f"one that was forked did not start: {done.exception()}")
 
         def look() -> None:
-            if not up and is_wanted():
+            if up or not is_wanted():
+                return
+            if placement_group_table(group)["state"] != _RESERVED:
+                self._later(_STARTED_S, look)
+            else:
                 self.failed(f"one that was forked did not start within {_STARTED_S:g} s")
                 with suppress(RayError):
                     ray.kill(actor, no_restart=True)

@@ -222,7 +222,8 @@ class WorkerRegistry:
             options |= {**detached_options(name), **forked}
             actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
             if forked:
-                self._forking.watch(actor, lambda: is_wanted(actor), lambda: self.place(effect, prepared=True))
+                group = options["scheduling_strategy"].placement_group
+                self._forking.watch(actor, group, lambda: is_wanted(actor), partial(self.place, effect, prepared=True))
         else:
             actor.begin.remote(self.config_ref, berth, self._lease.token)
         self._actors[effect.worker] = actor

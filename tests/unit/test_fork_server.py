@@ -368,16 +368,22 @@ def test_without_a_standby_a_server_is_started_later_and_once_for_each_node(monk
 
 @pytest.mark.parametrize("end", ["up", "died", "killed", "silent"])
 def test_a_forked_worker_that_does_not_start_is_started_as_any_other(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    driver, killed, again, wanted = Driver(monkeypatch, "a"), list[Any](), list[int](), [True]
+    driver, killed, again, wanted, group = Driver(monkeypatch, "a"), list[Any](), list[int](), [True], mock.Mock()
+    states = iter(("PENDING", "CREATED"))
+    told = {id(group): states}
+    monkeypatch.setattr(forked_workers, "placement_group_table", lambda asked: {"state": next(told[id(asked)])})
     monkeypatch.setattr(forked_workers.ray, "kill", lambda actor, *, no_restart: killed.append(actor))
     workers = driver.workers()
     workers.started("a", COMMAND)
-    workers.watch(driver.actor, lambda: wanted[0], lambda: again.append(1))
+    workers.watch(driver.actor, group, lambda: wanted[0], lambda: again.append(1))
     ((after_s, look),) = driver.due
     wanted[0] = end != "killed"  # by the driver
     if end != "silent":
         driver.answer("" if end == "up" else ActorDiedError())
     look()
+    if end == "silent":
+        assert not driver.told, "the resources are not there yet"
+        driver.due[1][1]()
     assert after_s == 30.0 and (killed, again) == (([driver.actor], [1]) if end == "silent" else ([], []))
     assert workers.options("a") == ({} if end in ("died", "silent") else FORKED)
     assert len(driver.told) == (end in ("died", "silent"))

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from tests.support.run_views import ALIVE, printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
 from trainwright.cli import main as cli
+from trainwright.cli.options import terminal_console
 from trainwright.core import events
 from trainwright.core.errors import StorageError
 from trainwright.reporting import run_views as views
@@ -329,3 +331,12 @@ def test_a_run_is_watched_until_it_ends() -> None:
     )
     assert ["running" in each.splitlines()[0] for each in shown] == [True, True, False]
     assert "stopped" in shown[-1] and "0.1250  █▄▃▂▂▁▁▁" in shown[0]
+
+
+def test_tables_in_files_and_pipes_have_no_blanks_at_the_ends_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("run", "state"):
+        table.add_column(name)
+    table.add_row("a long name", "done")
+    terminal_console().print(table)
+    assert capsys.readouterr().out == "run           state\na long name   done\n"
