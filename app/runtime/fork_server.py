@@ -241,8 +241,10 @@ class _Server:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 return
-            with self._children.pop(child) as line, suppress(OSError):  # who ordered need not wait for it
-                line.sendall(str(status).encode())
+            line = self._children.pop(child, None)  # none for one that an imported module has started
+            if line is not None:
+                with line, suppress(OSError):  # who ordered need not wait for it
+                    line.sendall(str(status).encode())
 
     def _answer(self) -> tuple[socket.socket, dict[str, Any], list[int]] | None:
         """Answer a connection; see `serve`."""
@@ -373,11 +375,12 @@ def _main(name: str, until: str, idle_s: str, *modules: str) -> None:
         os._exit(0)  # to clear what was imported takes seconds
     line, told, streams = ordered
     server.leave(line)
+    answer = b""
     with line, suppress(OSError):
-        if line.recv(_ANSWER_BYTES) == _GO:
-            _become(told, streams)
-            return
-    os._exit(0)  # who ordered has become the worker itself, or has ended
+        answer = line.recv(_ANSWER_BYTES)
+    if answer != _GO:
+        os._exit(0)  # who ordered has become the worker itself, or has ended
+    _become(told, streams)
 
 
 if __name__ == "__main__":
