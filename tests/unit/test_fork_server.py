@@ -234,9 +234,9 @@ def test_nothing_runs_that_nobody_waits_for(
     server, proof = serve(), tmp_path / "forked"
     (tmp_path / "proof.py").write_text(f"open({str(proof)!r}, 'w')")
     os.kill(server, signal.SIGSTOP)
-    monkeypatch.setattr(fork_server, "ANSWER_S", 0.3)
     try:
-        with pytest.raises(TimeoutError):
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(fork_server, "ANSWER_S", 0.3)
             order(name, [str(tmp_path / "proof.py")])
     finally:
         os.kill(server, signal.SIGCONT)
