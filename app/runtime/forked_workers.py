@@ -36,7 +36,7 @@ _HARMLESS = {*_UNPACKED, "_ray_commit", "config", "env_vars", "excludes"}
 _SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"  # by which Ray would end a fork server
 _held: dict[str, socket.socket] = {}  # what keeps the fork servers that this process needs, by their names
 # What Ray imports beside itself in a worker.
-_RAYS = (
+_RAY_MODULES = (
     *("aiohttp", "filelock", "google.protobuf", "jsonschema", "msgpack", "packaging.version", "psutil"),
     *("pyarrow", "requests", "yaml"),
 )
@@ -67,7 +67,7 @@ class ForkedWorkers:
         self._module, self._threads = plan.engine.partition(":")[0], max(int(plan.placement.cpus), 1)
         self._on_answer, self._later, self._lease, self._note = on_answer, later, lease, note
         self._on = usable and _is_forkable(plan, os.environ.get(_SWITCH, ""))
-        self._command = fork_server.order_command(self._kind)
+        self._command = fork_server.worker_command(self._kind)
         self._asked: set[str] = set()
         self._nodes = ray_compat.published(self._command) if self._on else set[str]()
 
@@ -169,7 +169,7 @@ def start_fork_server(module: str, threads: int) -> str:
     It stays while this process lives, and some time after that.
 
     Returns:
-        The command that orders workers from it; empty where there can be none.
+        The command that starts workers from it; empty where there can be none.
 
     Raises:
         OSError: it did not start, or could not import.
@@ -179,14 +179,14 @@ def start_fork_server(module: str, threads: int) -> str:
         return ""
     name = fork_server.socket_name(context.get_node_id(), kind, environment)
     own = {"KERAS_BACKEND": "tensorflow"} if module.startswith(f"{_ENGINES}tensorflow.") else {}
-    line = fork_server.start(
-        name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAYS],
+    connection = fork_server.start(
+        name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAY_MODULES],
         {"OMP_NUM_THREADS": str(threads), **environment, **own}, until=int(environment["RAY_RAYLET_PID"]),
         idle_s=_JOBS_IDLE_S if context.runtime_env.keys() & _UNPACKED else fork_server.IDLE_S,
     )  # fmt: skip
-    _held[name], command = line, fork_server.order_command(kind)
-    ray_compat.publish(command, context.get_node_id())  # from now on, as orders wait, and this process may end
-    fork_server.await_ready(line, _READY_S)
+    _held[name], command = connection, fork_server.worker_command(kind)
+    ray_compat.publish(command, context.get_node_id())  # before it is ready: requests wait, and this process may end
+    fork_server.await_ready(connection, _READY_S)
     return command
 
 

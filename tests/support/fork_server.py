@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from tests.support import run_module
-from trainwright.runtime.fork_server import await_ready, order, start
+from trainwright.runtime.fork_server import await_ready, request_fork, start
 
 IMPORT_S = 120.0  # on a busy machine
 _ANSWER_BYTES = 32
@@ -47,7 +47,7 @@ class Forked:
         pipes = [os.pipe(), os.pipe()]
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), pipes[0][1], pipes[1][1])
-            self.pid, self._line = order(name, script, environment=environment, folder=folder, streams=streams)
+            self.pid, self._line = request_fork(name, script, environment=environment, folder=folder, streams=streams)
         for _, written in pipes:
             os.close(written)
         self._readers = [threading.Thread(target=self._read, args=(n, pipe[0])) for n, pipe in enumerate(pipes)]

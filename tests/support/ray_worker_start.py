@@ -41,12 +41,12 @@ def rays_own() -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2] / "app" / "runtime"))  # to import no more than this one module
-    from fork_server import order
+    from fork_server import request_fork
 
     worker = bare(sys.argv[1:])
     if worker is not None and VARIABLE in os.environ:
         command, variables = worker
         with suppress(OSError):  # it has ended, or is too busy
-            order(os.environ[VARIABLE], command, environment={**os.environ, **variables})
+            request_fork(os.environ[VARIABLE], command, environment={**os.environ, **variables})
             sys.exit()
     os.execv(sys.executable, [sys.executable, rays_own(), *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The fork server of a node: who may order, when it ends, and what a worker does where there is none."""
+"""The fork server of a node: who may use it, when it ends, and what a worker does without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError
 
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.runtime import fork_server, forked_workers
-from trainwright.runtime.fork_server import await_ready, order, order_command, socket_name, start
+from trainwright.runtime.fork_server import await_ready, request_fork, socket_name, start, worker_command
 from trainwright.runtime.forked_workers import ForkedWorkers
 
 SCRIPT = """
@@ -88,7 +88,7 @@ def await_end(name: str) -> None:
 
 def worker(script: Path, *arguments: str, **variables: str) -> list[Any]:
     """Run what Ray runs to start a worker of `KIND`; return what it prints."""
-    command = f"exec {order_command(KIND)} {script} {' '.join(arguments)}"
+    command = f"exec {worker_command(KIND)} {script} {' '.join(arguments)}"
     done = subprocess.run(
         ["bash", "-c", command],
         env={**environment(), **variables},
@@ -141,7 +141,7 @@ def test_a_server_forks_no_more_once_a_file_that_it_imported_has_changed(
     with start(name, ["graphlib", "a_library"], environment(), until=os.getpid(), idle_s=0.1) as line:
         await_ready(line, 60.0)
         server, (read, write) = server_of(name), os.pipe()
-        child, status = order(name, [str(long)], streams=(read, 1, 2))
+        child, status = request_fork(name, [str(long)], streams=(read, 1, 2))
         assert worker(script, MINE)[1]
         os.utime(library, (1, 1))
         assert not worker(script, MINE)[1]
@@ -175,7 +175,7 @@ def test_a_server_stays_while_somebody_holds_it_or_it_has_a_child(
     (tmp_path / "long.py").write_text("import time; time.sleep(2); print('done')")
     server = serve(idle_s=0.1)
     held = start(name, [], environment(), until=os.getpid())  # finds that one
-    with order(name, [str(tmp_path / "long.py")], streams=(0, 1, 2))[1] as status:
+    with request_fork(name, [str(tmp_path / "long.py")], streams=(0, 1, 2))[1] as status:
         held.close()
         assert status.recv(32) == b"0"
     assert server_of(name) == server, "the fixture holds it"
@@ -209,7 +209,7 @@ def test_a_server_that_cannot_start_says_why(name: str) -> None:
         start(name, [], environment(), until="no number")  # type: ignore[arg-type]
 
 
-def test_torn_orders_neither_end_the_server_nor_leave_descriptors(
+def test_torn_requests_neither_end_the_server_nor_leave_descriptors(
     name: str, serve: Callable[..., int], script: Path
 ) -> None:
     server = serve()
@@ -230,24 +230,26 @@ def test_torn_orders_neither_end_the_server_nor_leave_descriptors(
 def test_nothing_runs_that_nobody_waits_for(
     name: str, serve: Callable[..., int], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who ordered from a frozen server starts the worker itself; it must not be started twice."""
+    """The client of a frozen server starts the worker itself; the worker must not start twice."""
     server, proof = serve(), tmp_path / "forked"
     (tmp_path / "proof.py").write_text(f"open({str(proof)!r}, 'w')")
     os.kill(server, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch, pytest.raises(TimeoutError):
             patch.setattr(fork_server, "ANSWER_S", 0.3)
-            order(name, [str(tmp_path / "proof.py")])
+            request_fork(name, [str(tmp_path / "proof.py")])
     finally:
         os.kill(server, signal.SIGCONT)
     assert worker(script, MINE)[1], "it serves again"
     assert not proof.exists()
-    with order(name, [str(tmp_path / "proof.py")])[1] as status:
+    with request_fork(name, [str(tmp_path / "proof.py")])[1] as status:
         assert status.recv(32) == b"0" and proof.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_can_neither_order_nor_pretend(name: str, serve: Callable[..., int], script: Path) -> None:
+def test_another_user_can_neither_use_a_server_nor_pose_as_one(
+    name: str, serve: Callable[..., int], script: Path
+) -> None:
     serve()
     asks = f"""
 import os, sys, socket
@@ -255,12 +257,12 @@ sys.path.insert(0, {str(Path(fork_server.__file__).parent)!r})
 import fork_server
 os.setuid({NOBODY})
 try:
-    fork_server.order({name!r}, ["script"])
+    fork_server.request_fork({name!r}, ["script"])
 except PermissionError as error:
     print(error)
 fork_server._user_of = lambda line: os.getuid()
 try:
-    fork_server.order({name!r}, ["script"])
+    fork_server.request_fork({name!r}, ["script"])
 except ConnectionError:
     print("refused")
 """
@@ -273,7 +275,7 @@ except ConnectionError:
 
 # --- The driver -------------------------------------------------------------------------------------------------------
 
-COMMAND = order_command("trainwright.strategies.torch.engines.data_parallel/1")
+COMMAND = worker_command("trainwright.strategies.torch.engines.data_parallel/1")
 FORKED = {"runtime_env": {"py_executable": COMMAND}}
 
 
@@ -330,7 +332,7 @@ def test_workers_are_forked_where_a_server_is(monkeypatch: pytest.MonkeyPatch) -
     assert first.options(None) == {} == first.options("a")
     first.started("a", COMMAND)
     assert (first.options("a"), first.options("b"), first.options(None)) == (FORKED, {}, {})
-    first.started("b", "elsewhere/python order")
+    first.started("b", "elsewhere/python worker")
     assert first.options("b") == {}, "its Python is in another place than the driver's"
     first.started("b", COMMAND)
     assert first.options("b") == first.options(None) == FORKED
@@ -433,5 +435,5 @@ def test_which_workers_are_forked(
     module = f"trainwright.strategies.{changes.get('engine', 'torch.engines.data_parallel:')}".partition(":")[0]
     for usable in (True, False):  # not usable: others place the workers
         workers = driver.workers(usable=usable, **changes)
-        workers.started("a", order_command(f"{module}/1"))
+        workers.started("a", worker_command(f"{module}/1"))
         assert bool(workers.options("a")) is (forks and usable)
