@@ -18,7 +18,7 @@ from ray._private.runtime_env.context import RuntimeEnvContext
 from tests.support import ray_worker_start
 from tests.support.fork_server import Forked, fork_server
 from tests.support.ray_worker_start import CONTEXT, bare, rays_own
-from trainwright.runtime.fork_server import order
+from trainwright.runtime.fork_server import request_fork
 
 SCRIPT = """
 import json, os, sys
@@ -81,7 +81,7 @@ def test_a_forked_process_is_as_if_it_had_been_started(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")
     monkeypatch.setenv("MARK", "of this test")
-    children, lines = zip(*(order(named, [str(script), f"--{number}"]) for number in range(2)), strict=True)
+    children, lines = zip(*(request_fork(named, [str(script), f"--{number}"]) for number in range(2)), strict=True)
     deadline = time.monotonic() + 30.0
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "it did not end, or nobody waited for it"
