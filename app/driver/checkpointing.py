@@ -10,7 +10,7 @@ its files. None are taken if each piece of the state is on two nodes, in process
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 from typing import Literal
@@ -21,7 +21,15 @@ from trainwright.core.events import Checkpointed, CheckpointSkipped, Evaluated, 
 from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.topology import RestartMode, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.driver_state import CheckpointUpload, DriverState, GroupMember, MemoryCopy, Phase, Transition
+from trainwright.driver.driver_state import (
+    CheckpointUpload,
+    DriverState,
+    GroupMember,
+    MemoryCopy,
+    PartingCopy,
+    Phase,
+    Transition,
+)
 from trainwright.driver.persistent_collections import PersistentSet
 from trainwright.driver.run_policy import RunPolicy
 
@@ -47,6 +55,8 @@ def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
         keepers=keepers,
         neighbours=choose_neighbours(tags, nodes, keepers),
         kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
+        replicas=tuple(sorted(rank for rank, tag in tags.items() if len(tag.pieces) == tag.total)),
+        parting=None,
         layout=tags[0].layout,
         considered=-1,
     )
@@ -344,10 +354,9 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
     state = turn.state
     workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
-        version=max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1,
+        version=_next_version(state),
         step=state.position.step,
         owing=PersistentSet(workers),
-        size_bytes=sum(copies[rank].size_bytes for rank in state.memory.keepers),
         blocked_s=max(copies[rank].blocked_s for rank in state.memory.keepers),
         started_s=turn.now_s,
         neighbours=state.memory.neighbours,
@@ -356,6 +365,43 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
     hold = (state.memory.kept.version,) if state.memory.kept else ()
     request = m.MemoryCopyRequest(version=keeping.version, hold=hold, neighbours=state.memory.neighbours)
     turn.call(workers, "keep", request)
+
+
+def _next_version(state: DriverState) -> int:
+    return max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1
+
+
+def request_parting_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
+    """Have one of these idle workers, whose processes are to be replaced, copy its state into memory first.
+
+    A survivor of a failure has completed more steps than any copy. One with the whole state is enough, and is asked
+    once between two restores. The state of a coordinator is in servers, which may be lost.
+
+    Returns:
+        the worker that is asked, and will answer `leave`; none if no copy is wanted, or none of them has all.
+    """
+    state, memory = turn.state, turn.state.memory
+    able = [rank for rank in memory.replicas if rank < len(state.membership.members)]
+    found = [worker for worker in (state.membership.members[rank].worker for rank in able) if worker in workers]
+    off = state.settings.saving.keep_s is None or memory.keep_off or state.settings.world.topology != "collective"
+    if off or not found or memory.parting is not None or state.recovery.spiked or state.trials is not None:
+        return frozenset()
+    version = _next_version(state)
+    hold = tuple(copy.version for copy in (memory.kept, memory.keeping) if copy is not None)
+    turn.change(versions=version, parting=PartingCopy(version=version, started_s=turn.now_s))
+    turn.call(found[:1], "leave", m.MemoryCopyRequest(version=version, hold=hold))
+    return frozenset(found[:1])
+
+
+def on_parting_copy_taken(turn: Transition, taken: m.MemoryCopyTaken) -> None:
+    """Use the copy of a worker that leaves, if it is newer than the others and may be restored."""
+    state, parting = turn.state, turn.state.memory.parting
+    assert parting is not None, "no copy was requested"
+    if taken.trouble:
+        turn.emit(Noted(text=f"a survivor did not copy its state: {taken.trouble}"))
+    if taken.files and state.copied < taken.step <= latest_usable_step(state):
+        kept = m.MemoryCheckpoint(version=parting.version, step=taken.step, files=taken.files)
+        _use_memory_copy(turn, kept, 0.0, parting.started_s)
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
@@ -404,17 +450,23 @@ def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
     turn.change(keeping=keeping if keeping.owing else None)
     if not keeping.owing and not keeping.spoiled:
         kept = m.MemoryCheckpoint(version=keeping.version, step=keeping.step, files=keeping.files)
-        turn.change(kept=kept)
-        turn.want(m.MarkComplete(kept=kept))
-        turn.emit(
-            Kept(
-                step=keeping.step,
-                size_bytes=keeping.size_bytes,
-                nodes=sorted({file.node for file in keeping.files}),
-                blocked_s=keeping.blocked_s,
-                seconds=turn.now_s - keeping.started_s,
-            )
+        _use_memory_copy(turn, kept, keeping.blocked_s, keeping.started_s)
+
+
+def _use_memory_copy(turn: Transition, kept: m.MemoryCheckpoint, blocked_s: float, started_s: float) -> None:
+    """Restore from this copy from now on, unless a newer one was complete earlier."""
+    former = turn.state.memory.kept
+    if former is not None and former.version > kept.version:
+        return
+    turn.change(kept=kept)
+    turn.want(m.MarkComplete(kept=kept))
+    nodes, sizes = {item.node for item in kept.files}, {item.file.name: item.file.size_bytes for item in kept.files}
+    turn.emit(
+        Kept(
+            step=kept.step, size_bytes=sum(sizes.values()), nodes=sorted(nodes),
+            blocked_s=blocked_s, seconds=turn.now_s - started_s,
         )
+    )  # fmt: skip
 
 
 def _current_memory_copy(state: DriverState) -> MemoryCopy:

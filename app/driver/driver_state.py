@@ -125,9 +125,16 @@ class MemoryCopy:
     neighbours: tuple[tuple[str, str], ...] = ()  # as they were when it began
     spoiled: bool = False  # whether files are lost
     files: tuple[NodeMemoryFile, ...] = ()
-    size_bytes: int = 0
     blocked_s: float = 0.0
     started_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartingCopy:
+    """The copy of the state that a survivor makes before its process is replaced."""
+
+    version: int
+    started_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +320,8 @@ class MemoryCheckpoints:
     keep_off: bool = False  # whether copies are off, because a node had no memory for one
     kept_s: float = 0.0  # when the last copy started, or when the ranks were restored
     copied_s: float = 0.0  # seconds that the last copy blocked the steps
+    replicas: tuple[int, ...] = ()  # ranks that hold the whole state
+    parting: PartingCopy | None = None  # requested since the ranks were restored last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,10 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 | trace      | rank: int           | StoredTrace              | upload |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
-| leave      | None                | StateTag                 | steps  |
+| leave      | MemoryCopyRequest   | MemoryCopyTaken, or None | steps  |
 
-If a verb loses a peer, it leaves the group, so that the others notice too, and raises PeerLost.
+If a verb loses a peer, it leaves the group, so that the others notice too, and raises PeerLost. `leave` gets a request
+where the process is to copy its state into memory before it ends; otherwise None, and answers None.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class MemoryCopyTaken:
     """What a rank has written to the memory of its node, and of the neighbour that it was told."""
 
     files: tuple[NodeMemoryFile, ...]
-    trouble: str = ""  # why the neighbour has no copy
+    step: int = -1  # completed steps of the state; -1 for none
+    trouble: str = ""  # why the neighbour has no copy, or this node none
 
 
 @dataclass(frozen=True, kw_only=True)

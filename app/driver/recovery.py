@@ -245,7 +245,7 @@ def _begin_recovery(
         _release_workers(turn, frozenset({blame.event.worker}))
     _replace(turn, lost, kill=kill)
     if turn.settings.world.reform == "new_process":
-        _replace(turn, left, kill=True)
+        _release_workers(turn, left)
 
 
 def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool) -> None:
@@ -261,9 +261,11 @@ def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool)
 
 
 def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
-    """Release idle workers from the old group: they leave it, or their process ends."""
+    """Release idle workers from the old group: they leave it, or their process ends, perhaps after a copy."""
     if turn.settings.world.reform == "new_process":
-        _replace(turn, workers, kill=True)
+        copying = checkpointing.request_parting_copy(turn, workers)
+        turn.also_await(copying)
+        _replace(turn, workers - copying, kill=True)
         return
     turn.also_await(workers)
     turn.call(sorted(workers), "leave")
@@ -281,6 +283,10 @@ def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
         failure_policy.note_step(turn, event.value.step)
     if event.verb != "leave":
         _release_workers(turn, frozenset({event.worker}))
+    elif turn.settings.world.reform == "new_process":
+        if event.value is not None:
+            checkpointing.on_parting_copy_taken(turn, event.value)
+        _replace(turn, {event.worker}, kill=True)
 
 
 def on_leave_deadline(turn: Transition) -> None:

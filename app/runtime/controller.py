@@ -250,7 +250,7 @@ class EffectExecutor:
             generation = effect.generation
             ref = actor.interrupt.remote(generation.number, effect.argument, generation.token)
         else:
-            if effect.verb == "keep":
+            if effect.verb == "keep" or (effect.verb == "leave" and effect.argument is not None):
                 self._workers.guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep, "trace": actor.upload}
             own, common = self._arguments.of(effect.argument)

@@ -46,7 +46,7 @@ from trainwright.core.engine import (
     StateWriter,
     TorchTrainingEngine,
 )
-from trainwright.core.errors import NonFiniteLoss, PeerLost, StorageError, StoreDown
+from trainwright.core.errors import NonFiniteLoss, PeerLost, StorageError, StoreDown, TrainwrightError, headline
 from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
@@ -438,10 +438,18 @@ class Worker:
         self._profiler.choose(order.profile)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)
 
-    def leave(self) -> StateTag:
-        """End the group; the process and its state live on."""
+    def leave(self, wanted: MemoryCopyRequest | None = None) -> MemoryCopyTaken | None:
+        """End the group; the process and its state live on.
+
+        Args:
+            wanted: the state is to be copied into memory too, because the process will end.
+
+        Returns:
+            the copy; None if none was requested, or there is no state.
+        """
         self._engine.leave()
-        return StateTag(step=self._step)
+        _, step = self.held
+        return self._copies.copy_parting(self._engine, wanted) if wanted is not None and step else None
 
     def close(self) -> None:
         """End the group and the reading of data, in a process that outlives the run."""
@@ -712,6 +720,7 @@ class StateCopies:
         copy, save = self._snapshots.pop("keep")
         writer = self._memory.write(wanted.version, copy.size_bytes, wanted.hold)
         save(copy, writer)
+        step = copy.step
         del copy, save  # its memory is for the next snapshot
         nodes, trouble = [self._node], ""
         neighbour = dict(wanted.neighbours).get(self._node)
@@ -722,7 +731,17 @@ class StateCopies:
             except (StorageError, OSError) as error:
                 trouble = f"{neighbour}: {error}"
         files = (NodeMemoryFile(node=node, file=file) for node in nodes for file in writer.entries)
-        return MemoryCopyTaken(files=tuple(files), trouble=trouble)
+        return MemoryCopyTaken(files=tuple(files), step=step, trouble=trouble)
+
+    def copy_parting(self, engine: Engine, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
+        """Copy the state to the node's memory, where it outlives this process; the answer says so if that fails."""
+        try:
+            self._snapshots["keep"] = (engine.snapshot(), engine.save)
+            return self.keep(wanted)
+        except PeerLost:  # a step ended in the middle of its update
+            return MemoryCopyTaken(files=())
+        except (TrainwrightError, OSError) as error:
+            return MemoryCopyTaken(files=(), trouble=headline(error))
 
     def checkpoint(self, ref: CheckpointRef, *, weights_only: bool) -> CheckpointReader:
         """Return a reader of a checkpoint."""

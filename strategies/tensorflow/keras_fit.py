@@ -494,9 +494,12 @@ class FitEngine(TensorFlowEngine):
             NonFiniteLoss: the update was applied already.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
-        fit = self._fit
+        fit, compiled = self._fit, self._compiled
         assert fit is not None, "warm() comes before steps"
-        return self._guarded(lambda: fit.train(feed))
+        sound, compiled.sound = compiled.sound, False  # Keras updates some variables while others are summed
+        report = self._guarded(lambda: fit.train(feed))
+        compiled.sound = sound
+        return report
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return sums of the loss and the metrics of `compile`. Raises UserCodeError, JobError."""

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import JobError, ResourceError, TrainwrightError
+from trainwright.core.errors import JobError, PeerLost, ResourceError, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
@@ -164,7 +164,13 @@ class TensorFlowEngine(ABC):
         return self._tag()
 
     def snapshot(self) -> StateSnapshot:
-        """Copy the state to host memory. Training can continue at once."""
+        """Copy the state to host memory. Training can continue at once.
+
+        Raises:
+            PeerLost: a step ended in the middle of its update, so that the state belongs to no step.
+        """
+        if not self.replica.sound:
+            raise PeerLost("a step ended in the middle of its update", where=self._where)
         copy = self._guarded(lambda: self._copying().copy())
         return StateSnapshot(step=self.replica.step or 0, size_bytes=copy.size_bytes, state=copy)
 

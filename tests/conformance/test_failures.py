@@ -15,6 +15,9 @@ from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, Trainwrig
 from trainwright.driver.rendezvous import agree_at_step
 
 ABORTED = [(case, workers) for case, workers in several(2, in_place=True) if case.framework == "torch"]
+ENDED = [
+    (case, workers) for case, workers in several(2) if not case.in_place and case.topology == "collective"
+]  # fmt: skip
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
     "nan": (NonFiniteLoss, f"step {PART + 1}"),
@@ -116,6 +119,27 @@ def test_a_process_that_left_refuses_another_group(pool: Pool, case: Case, worke
         world.leave()
         with pytest.raises(TrainwrightError, match="new process"):
             world.form()
+
+
+@pytest.mark.parametrize(("case", "workers"), ENDED, ids=label)
+def test_a_survivor_whose_process_will_end_has_the_state_before_the_failed_step(
+    pool: Pool, case: Case, workers: int
+) -> None:
+    feeds = case.feeds(PROBLEM, workers, range(PART + 1))
+    world = case.world(pool, PROBLEM, workers)
+    try:
+        world.start(feeds[0])
+        world.train(feeds[:PART])
+        before, survivor = state_of(case, world), world.ranks[1]
+        survivor.send("train", [feeds[PART][1]], "")  # rank 0 does not step, so it blocks
+        world.ranks[0].kill()
+        outcome = survivor.outcome(SOON_S)
+        assert isinstance(outcome.error, PeerLost), outcome
+        after = case.code.state(survivor.call("files"))
+        rates = [name for name in before if "learning_rate" in name]  # of the step that failed: each step sets it
+        assert_same(*({**state, **dict.fromkeys(rates)} for state in (before, after)))
+    finally:
+        world.close(failed=True)
 
 
 @pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)

@@ -114,7 +114,8 @@ class Labour:
             case "leave":
                 process.member = False
                 self.part(process)
-                self.answer(process, self.tag(process), 0.01, 0.3)
+                parting = None if call.argument is None else self.memory.part(process, call.argument)
+                self.answer(process, parting, 0.01, 0.3)
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
@@ -165,7 +166,9 @@ class Labour:
     def _arrive(self, process: Process, ticket: int, event: m.DriverEvent) -> None:
         if process.ticket == ticket and not process.hung:
             self.news.before(process.driver, event)
-            process.call = None
+            call, process.call = process.call, None
+            if call.verb == "leave" and isinstance(event, m.CallReturned):
+                self.memory.parted(process, call, event.value)
             self.deliver(process.driver, event)
 
     def throw(self, process: Process) -> None:

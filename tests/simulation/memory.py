@@ -21,6 +21,7 @@ class Memory:
         self._labour = labour
         self.kept: dict[tuple[int, str], tuple[int, int]] = {}  # by version and piece
         self.sealed: dict[int, m.MemoryCheckpoint | None] = {}  # by driver
+        self.parting: dict[int, m.MemoryCheckpoint] = {}  # the last copy that a leaving process told of, by driver
         self.full = self.lost = False
 
     def keep(self, process: Process, call: m.CallWorker) -> None:
@@ -43,14 +44,32 @@ class Memory:
             failure = m.CallFailure(kind="storage", error=StorageError("no room"))
             self._labour.deliver(process.driver, m.CallRaised(**about, failure=failure))
             return
+        taken = self._written(order, copy)
+        if call.generation.token != process.driver.token:
+            return  # the driver that asked is dead
+        self._labour.deliver(process.driver, m.CallReturned(**about, value=taken))
+
+    def _written(self, order: m.MemoryCopyRequest, copy: tuple[str, int, int]) -> m.MemoryCopyTaken:
         for key in [key for key in self.kept if key[0] < order.version and key[0] not in order.hold]:
             del self.kept[key]
         piece, *state = copy
         self.kept[order.version, piece] = (state[0], state[1])
-        if call.generation.token != process.driver.token:
-            return  # the driver that asked is dead
         file = m.NodeMemoryFile(node="n", file=CheckpointFile(name=piece, size_bytes=8, sha256=""))
-        self._labour.deliver(process.driver, m.CallReturned(**about, value=m.MemoryCopyTaken(files=(file,))))
+        return m.MemoryCopyTaken(files=(file,), step=copy[1])
+
+    def part(self, process: Process, order: m.MemoryCopyRequest) -> m.MemoryCopyTaken | None:
+        """The copy of a process that leaves and will end; None where it never had a state."""
+        if not process.step:
+            return None
+        if self.full or not process.sound:
+            return m.MemoryCopyTaken(files=(), trouble="no room" if self.full else "half an update")
+        return self._written(order, (process.piece, process.step, process.lineage))
+
+    def parted(self, process: Process, call: m.CallWorker, taken: m.MemoryCopyTaken | None) -> None:
+        """A driver is told of the copy of a process that leaves."""
+        if taken is not None and taken.files:
+            copy = m.MemoryCheckpoint(version=call.argument.version, step=taken.step, files=taken.files)
+            self.parting[process.driver.token] = copy
 
     def check(self, heal: m.RestorePlan, driver: Any) -> None:
         """What all keepers had told of is not passed over for an older checkpoint, unless a spike is in it."""
@@ -59,3 +78,11 @@ class Memory:
             return
         if known and heal.source in ("initial", "checkpoint") and heal.step < known.step and not self.gone(known):
             raise Violation(f"healed at step {heal.step} by {heal.source}, although step {known.step} is in memory")
+        parting, goals = self.parting.get(driver.token), self._labour.scenario.settings.goals
+        if (
+            parting
+            and heal.source != "join"
+            and heal.step < parting.step
+            and not (goals or spike or self.gone(parting))
+        ):
+            raise Violation(f"healed at step {heal.step} although a survivor left a copy of step {parting.step}")

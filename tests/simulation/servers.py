@@ -80,7 +80,7 @@ class Shop:
         if call.verb == "leave":
             process.member = False
             self.part(process)
-            self._labour.answer(process, self.tag(process), 0.01, 0.3)
+            self._labour.answer(process, None, 0.01, 0.3)
             return
         team = process.team
         assert team is not None, "reserve comes before every other verb"

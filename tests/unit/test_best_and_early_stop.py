@@ -127,7 +127,7 @@ def test_the_best_checkpoint_is_written_again_where_its_writer_dies() -> None:
     told = judged(story(best="loss", spares=0).running(), 2, 1.0).snapshot(2)
     told.tell(m.WorkerDied(worker=0, cause="killed"))
     assert told.emitted(CheckpointSkipped)
-    told.returns("leave", StateTag(step=2), workers=[1]).start().formed(StateTag(step=None), StateTag(step=2))
+    told.returns("leave", None, workers=[1]).start().formed(StateTag(step=None), StateTag(step=2))
     told.returns("heal", StateTag(step=2))
     assert told.calls("snapshot") and not told.calls("evaluate") and not told.calls("run")
 
@@ -194,7 +194,7 @@ def test_workers_that_passed_an_evaluation_that_was_not_stored_go_back(known: tu
     told, kept = story(best="loss", total_steps=20), m.MemoryCheckpoint(version=1, step=7, files=())
     living = tuple(m.SurvivingWorker(worker=n, node=f"n{n}", pid=n, slot=n, rank=n, step=7) for n in range(2))
     told.tell(m.LeaseAcquired(token=3, head=HEAD, living=living, evaluations=evaluations(*known), told=7, kept=kept))
-    told.returns("leave", StateTag(step=7)).formed(StateTag(step=7))
+    told.returns("leave", None).formed(StateTag(step=7))
     assert told.state.epoch.heal is not None and told.state.epoch.heal.source == source
 
 

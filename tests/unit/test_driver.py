@@ -325,7 +325,7 @@ def test_an_upload_that_hangs_at_the_end_costs_its_process() -> None:
     story = Story().running(HEAD).segment(8).snapshot(8).expires("upload")
     assert story.all(m.KillWorker) == [m.KillWorker(worker=0)]
     assert [call.worker for call in story.calls("leave")] == [1]
-    story.returns("leave", StateTag(step=8), workers=[1]).start().formed(StateTag(step=None), StateTag(step=8))
+    story.returns("leave", None, workers=[1]).start().formed(StateTag(step=None), StateTag(step=8))
     assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument.step == 8
 
 

@@ -33,7 +33,7 @@ def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
     story = taken_over(living(4, 0), living(9, 1))
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(4, "leave"), (9, "leave")]
     assert not story.all(m.StartWorker) and "took over 2 workers" in story.emitted(events.Noted)[0].text
-    story.returns("leave", StateTag(step=11), StateTag(step=11)).formed(StateTag(step=11), StateTag(step=11))
+    story.returns("leave", None).formed(StateTag(step=11), StateTag(step=11))
     assert story.calls("heal")[0].argument.source == "replica"
     story.returns("heal", StateTag(step=11))
     assert story.emitted(events.Formed)[0].survivors == 2 and story.state.phase is Phase.RUNNING
@@ -62,7 +62,7 @@ def test_accelerators_of_the_living_are_known() -> None:
 
 
 def test_a_silent_one_is_replaced_like_any_survivor() -> None:
-    story = taken_over(living(4, 0), living(9, 1)).returns("leave", StateTag(step=5), workers=[4])
+    story = taken_over(living(4, 0), living(9, 1)).returns("leave", None, workers=[4])
     story.expires("leave")
     assert story.all(m.KillWorker) == [m.KillWorker(worker=9)] and [
         place.slot for place in story.all(m.StartWorker)
@@ -94,20 +94,20 @@ def alone(step: int = 7, *, kept: m.MemoryCheckpoint | None = None, **settings: 
 def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_with(bounds: dict[str, object]) -> None:
     story = alone(**bounds)
     assert not story.all(m.StartWorker) and story.emitted(events.Replanned)[0].name == "other"
-    story.returns("leave", StateTag(step=7))
+    story.returns("leave", None)
     assert story.calls("reserve")[0].argument.plan.strategy == "other" and not story.emitted(events.Replanned)
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
     assert (story.emitted(events.Formed)[0].source, story.state.position.step) == ("replica", 7)
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=8))
     story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9).snapshot(9, worker=4)
-    story.returns("upload", (), workers=[4]).committed(9).returns("leave", StateTag(step=9))
+    story.returns("upload", (), workers=[4]).committed(9).returns("leave", None)
     assert story.emitted(events.Replanned)[0].workers == 2 and [c.worker for c in story.calls("reserve")] == [4, 5]
 
 
 def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
     one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=7)
-    story = taken_over(one, living(5, 1, waiting=True), layouts=plans, min_workers=1).returns("leave", StateTag(step=7))
+    story = taken_over(one, living(5, 1, waiting=True), layouts=plans, min_workers=1).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [4] and story.state.membership.spares.keys() == {5}
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
     assert story.calls("snapshot"), "it is grown at once, from a checkpoint"
@@ -138,7 +138,7 @@ def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_rep
     plan = staged(2, before)
     those = [replace(living(rank, rank), rank=rank, plan=plan, step=9) for rank in ranks]
     story = taken_over(*those, layouts=Plans(plans=(staged(2, 2),)), **bounds)
-    story.returns("leave", StateTag(step=9), workers=ranks)
+    story.returns("leave", None, workers=ranks)
     if story.state.membership.starting:
         story.start()
     held = {rank: plan.mesh.stage_of(rank) for rank in ranks}

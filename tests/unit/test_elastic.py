@@ -30,7 +30,7 @@ def lost(story: Story, worker: int, step: int = 2) -> Story:
     story.tell(m.WorkerDied(worker=worker, cause="its node is gone"))
     others = [member.worker for member in story.state.membership.members if member.worker in story.state.awaiting]
     story.returns("run", m.SegmentReport(step=step), workers=others)
-    return story.returns("leave", StateTag(step=step), workers=others)
+    return story.returns("leave", None, workers=others)
 
 
 def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own() -> None:
@@ -52,7 +52,7 @@ def test_by_choice_the_others_do_not_wait_for_a_replacement_which_joins_later() 
     assert not story.emitted(events.Waiting)
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
-    story.tell(m.WorkerStarted(worker=3, node="n3", pid=3)).segment(3).returns("leave", StateTag(step=3))
+    story.tell(m.WorkerStarted(worker=3, node="n3", pid=3)).segment(3).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
 
 
@@ -93,7 +93,7 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "stop")]
     story.segment(3)
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "leave"), (2, "leave")]
-    story.returns("leave", StateTag(step=3))
+    story.returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
     assert story.emitted(events.Resized)[0].former == 2 and story.state.recovery.failures <= 1
     story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("heal", StateTag(step=3))
@@ -109,7 +109,7 @@ def test_room_for_more_is_asked_for_once_steps_run() -> None:
     ]
     story.tell(m.WorkerStarted(worker=3, node="n", pid=3), m.WorkerStarted(worker=2, node="n", pid=2))
     assert len(story.calls("stop")) == 1
-    story.segment(2).returns("leave", StateTag(step=2))
+    story.segment(2).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 1, 2, 3]
 
 
@@ -117,7 +117,7 @@ def test_a_failure_takes_waiting_recruits_in_at_no_further_cost() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=2, node="n", pid=2))
     story.returns("run", m.SegmentReport(step=2), workers=[0])
-    story.returns("leave", StateTag(step=2), workers=[0]).tell(m.WorkerStarted(worker=3, node="n", pid=3))
+    story.returns("leave", None, workers=[0]).tell(m.WorkerStarted(worker=3, node="n", pid=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 3, 2]
 
 
@@ -141,7 +141,7 @@ def relaid(**settings: object) -> Story:
     story = progressed(Story(min_workers=1, layouts=plans, **steps).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="its node is gone"))
     story.returns("run", m.SegmentReport(step=2), workers=[0])
-    story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
+    story.returns("leave", None, workers=[0]).expires("shrink").formed(StateTag(step=None))
     progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
     story.segment(4).snapshot(4)
     assert story.calls("upload") and story.state.phase is Phase.WAITING
@@ -177,7 +177,7 @@ def test_nobody_waits_for_a_store_where_the_one_who_was_to_join_is_gone(end: m.D
 
 
 def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> None:
-    story = relaid().returns("upload", (), workers=[0]).committed(4).returns("leave", StateTag(step=4))
+    story = relaid().returns("upload", (), workers=[0]).committed(4).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2]
     heal = story.formed(StateTag(step=None)).calls("heal")[0].argument
     assert (heal.source, heal.step) == ("checkpoint", 4)

@@ -40,7 +40,7 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
     assert "3.5 times the usual 1" in told.emitted(events.Failed)[0].cause
     told.segment(27)
     assert [call.verb for call in told.all(m.CallWorker)] == ["leave", "leave"]
-    told.returns("leave", StateTag(step=27)).formed(StateTag(step=27))
+    told.returns("leave", None).formed(StateTag(step=27))
     heal = told.calls("heal")[0].argument
     assert (heal.source, heal.step, [passed.step for passed in heal.passing]) == ("checkpoint", 4, [25])
     told.returns("heal", StateTag(step=4))
@@ -49,7 +49,7 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
 
 
 def test_losses_from_before_the_state_gone_back_to_still_count() -> None:
-    told = spiked().segment(27).returns("leave", StateTag(step=27)).formed(StateTag(step=27))
+    told = spiked().segment(27).returns("leave", None).formed(StateTag(step=27))
     told.returns("heal", StateTag(step=4))
     assert median_loss(news(told, 24, *[1.0] * MIN_LOSSES).state) == 1.0
     assert not news(told, 25, math.nan).state.recovery.spiked, "the step that is passed by has no loss"
@@ -60,7 +60,7 @@ def test_a_copy_in_memory_from_before_the_spike_is_newer_than_the_checkpoint() -
     told = Story(total_steps=100, steps_per_epoch=100, max_loss_ratio=3.0, spike_limit=5)
     told.tell(m.LeaseAcquired(token=3, head=HEAD, kept=kept)).start().formed().returns("heal", StateTag(step=20))
     told = news(news(told, 40, *[1.0] * MIN_LOSSES), 41, 50.0).segment(42)
-    told.returns("leave", StateTag(step=42)).formed(StateTag(step=42))
+    told.returns("leave", None).formed(StateTag(step=42))
     assert told.calls("heal")[0].argument.source == "keeper"
 
 
@@ -73,7 +73,7 @@ def test_one_from_after_it_is_forgotten() -> None:
 
 def test_one_from_after_it_that_is_on_its_way_will_not_count() -> None:
     told = news(story(), 24, *[1.0] * MIN_LOSSES)
-    copying = MemoryCopy(version=9, step=25, owing=frozenset({0, 1}), size_bytes=8, blocked_s=0.1, started_s=told.now_s)
+    copying = MemoryCopy(version=9, step=25, owing=frozenset({0, 1}), blocked_s=0.1, started_s=told.now_s)
     told.state = told.state.with_fields(keeping=copying)
     news(told, 26, 50.0, 1.0).returns("keep", m.MemoryCopyTaken(files=()))
     assert told.state.memory.keeping is None and told.state.memory.kept is None and not told.all(m.MarkComplete)
@@ -87,7 +87,7 @@ def test_without_leave_to_go_back_the_run_ends_with_the_figures() -> None:
 
 
 def test_it_goes_back_only_so_often() -> None:
-    told = spiked(spike_limit=1).segment(27).returns("leave", StateTag(step=27))
+    told = spiked(spike_limit=1).segment(27).returns("leave", None)
     told.formed(StateTag(step=27)).returns("heal", StateTag(step=4))
     news(news(told, 24, *[1.0] * MIN_LOSSES), 30, 77.0)
     error = told.tell(m.LeaseReleased()).all(m.FinishRun)[0].error
@@ -97,7 +97,7 @@ def test_it_goes_back_only_so_often() -> None:
 def test_a_failure_on_the_way_back_still_leads_there() -> None:
     told = spiked().tell(m.WorkerDied(worker=1, cause="killed"))
     told.returns("run", m.SegmentReport(step=27), workers=[0])
-    told.returns("leave", StateTag(step=27), workers=[0]).start().formed(StateTag(step=27), StateTag(step=None))
+    told.returns("leave", None, workers=[0]).start().formed(StateTag(step=27), StateTag(step=None))
     heal = told.calls("heal")[0].argument
     assert (heal.source, heal.step) == ("checkpoint", 4)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.core.engine import CheckpointFile
-from trainwright.core.errors import StorageError
+from trainwright.core.errors import PeerLost, StorageError
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import (
@@ -94,10 +95,65 @@ def test_an_older_copy_yields_to_a_newer_checkpoint() -> None:
     assert story.calls("heal")[0].argument.source == "checkpoint"
 
 
+def ended(**settings: object) -> Story:
+    """Rank 0 of three has died, and each epoch needs new processes; rank 1 has lost its peer."""
+    fields = {"workers": 3, "keep_s": 10.0, "total_steps": 100, "steps_per_epoch": 100, "reform": "new_process"}
+    story = Story(**fields | settings).running().tell(m.WorkerDied(worker=0, cause="killed"))
+    return story.raises(1, "run", "peer", PeerLost("gone"))
+
+
+def test_one_survivor_copies_its_state_before_its_process_ends() -> None:
+    story = ended()
+    (call,) = story.calls("leave")
+    assert (call.worker, call.argument) == (1, m.MemoryCopyRequest(version=FIRST)) and not story.all(m.KillWorker)
+    story.raises(2, "run", "peer", PeerLost("gone"))
+    assert not story.calls("leave") and story.all(m.KillWorker) == [m.KillWorker(worker=2)]
+    story.returns("leave", replace(TAKEN, step=7), workers=[1])
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=1)]
+    assert [(event.step, event.size_bytes, event.nodes) for event in story.emitted(events.Kept)] == [(7, 5, ["n0"])]
+    copy = m.MemoryCheckpoint(version=FIRST, step=7, files=TAKEN.files)
+    assert story.all(m.MarkComplete) == [m.MarkComplete(kept=copy)]
+    heal = story.start().formed().calls("heal")[0].argument
+    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, copy)
+    story.returns("heal", StateTag(step=7)).tell(m.WorkerDied(worker=3, cause="killed"))
+    story.raises(story.state.membership.members[1].worker, "run", "peer", PeerLost("gone"))
+    assert story.calls("leave")[0].argument == m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,)), "asked again"
+
+
+@pytest.mark.parametrize("settings", [{"keep_s": None}, {"topology": "coordinator"}], ids=["off", "coordinator"])
+def test_no_survivor_copies_its_state_where_copies_are_off_or_the_state_is_elsewhere(settings: dict[str, Any]) -> None:
+    story = ended(**settings)
+    assert not story.calls("leave") and m.KillWorker(worker=1) in story.all(m.KillWorker)
+
+
+def test_a_survivor_that_holds_a_part_of_the_state_makes_no_copy() -> None:
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
+    story = Story(keep_s=10.0, reform="new_process").up().formed(*tags).returns("heal", *tags)
+    story.tell(m.WorkerDied(worker=0, cause="killed")).raises(1, "run", "peer", PeerLost("gone"))
+    assert not story.calls("leave") and story.all(m.KillWorker) == [m.KillWorker(worker=1)]
+
+
+def test_a_copy_of_a_survivor_that_failed_or_is_of_no_newer_step_is_not_used() -> None:
+    story = ended().returns("leave", m.MemoryCopyTaken(files=(), trouble="no room in /dev/shm"), workers=[1])
+    assert "no room in /dev/shm" in story.emitted(events.Noted)[0].text and story.state.memory.kept is None
+    old = ended().returns("leave", replace(TAKEN, step=0), workers=[1])
+    assert old.state.memory.kept is None and not old.emitted(events.Kept)
+
+
+def test_a_survivor_that_dies_or_hangs_while_it_copies_is_replaced() -> None:
+    story = ended().raises(2, "run", "peer", PeerLost("gone")).tell(m.WorkerDied(worker=1, cause="killed"))
+    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+    story = ended().raises(2, "run", "peer", PeerLost("gone")).expires("leave")
+    story.now_s += story.state.settings.deadlines.call_deadline_s
+    story.expires("leave")
+    assert m.KillWorker(worker=1) in story.all(m.KillWorker)
+    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+
+
 def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
-    story.returns("leave", StateTag(step=None)).formed()
+    story.returns("leave", None).formed()
     assert story.calls("heal")[0].argument.source == "initial" and story.state.memory.kept is None
 
 

@@ -121,6 +121,20 @@ MUTANTS = (
         also=("preempt",),
     ),
     Mutant(
+        name="passes over the copy that a survivor made before its process ended",
+        module="trainwright.driver.checkpointing",
+        function="on_parting_copy_taken",
+        pattern="state.copied < taken.step <= latest_usable_step(state)",
+        replacement="state.copied > taken.step",
+        also=("kill",) * 2,
+    ),
+    Mutant(
+        name="forms a group without the worker that is making its last copy",
+        module="trainwright.driver.recovery",
+        pattern="turn.also_await(copying)",
+        also=("kill",) * 2,
+    ),
+    Mutant(
         name="counts a copy before all keepers have delivered",
         module="trainwright.driver.checkpointing",
         pattern="not keeping.owing and not keeping.spoiled",

@@ -125,7 +125,7 @@ def test_the_run_continues_under_a_plan_that_needs_less() -> None:
     assert failed(story).error is None
     assert [event.rank for event in story.emitted(Failed)] == [1]
     failed(story, worker=0)  # the other rank's batch is as large: one plan is enough for both
-    story.returns("leave", StateTag(step=0))
+    story.returns("leave", None)
     assert story.state.phase is Phase.RESERVING and story.state.recovery.failures == 1
     assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
     (changed,) = story.emitted(Replanned)
@@ -137,7 +137,7 @@ def test_a_plan_with_smaller_micro_batches_is_told_too() -> None:
     plans = Plans(plans=(WIDE,), lean=replace(WIDE, accumulation=4))
     story = replanning(layouts=plans)
     failed(story)
-    story.returns("leave", StateTag(step=0))
+    story.returns("leave", None)
     assert [event.name for event in story.emitted(Replanned)] == ["wide (dp=2,accumulation=4)"]
 
 
@@ -145,9 +145,9 @@ def test_where_no_plan_on_trial_has_the_memory_a_leaner_one_is_taken() -> None:
     plans = Plans(plans=(WIDE, staged(1, 2, "other")), lean=LEAN)
     story = Story(layouts=plans, replan_memory=True, failures=0).up().formed()
     failed(story, verb="heal")
-    story.returns("leave", StateTag(step=0), workers=[0]).formed()
+    story.returns("leave", None, workers=[0]).formed()
     assert failed(story, verb="heal").error is None
-    story.returns("leave", StateTag(step=0), workers=[0])
+    story.returns("leave", None, workers=[0])
     assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
     assert story.state.trials is None and story.state.recovery.failures == 0
 
@@ -157,7 +157,7 @@ def test_the_next_driver_continues_under_the_leaner_plan_of_the_survivors() -> N
         m.SurvivingWorker(worker=rank, rank=rank, slot=rank, node="n", pid=rank, step=7, plan=LEAN) for rank in range(2)
     )
     story = Story(layouts=Plans(plans=(WIDE,), lean=LEAN), replan_memory=True)
-    story.tell(m.LeaseAcquired(token=3, head=None, living=living)).returns("leave", StateTag(step=7))
+    story.tell(m.LeaseAcquired(token=3, head=None, living=living)).returns("leave", None)
     assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
     layouts = story.state.settings.world.layouts
     assert layouts is not None and layouts.plans == (LEAN,)
@@ -166,7 +166,7 @@ def test_the_next_driver_continues_under_the_leaner_plan_of_the_survivors() -> N
 def test_a_rank_that_lost_its_peer_first_does_not_hide_that_a_smaller_plan_is_needed() -> None:
     story = replanning().raises(0, "run", "peer", PeerLost("another rank was lost"))
     assert failed(story).error is None
-    story.returns("leave", StateTag(step=0))
+    story.returns("leave", None)
     assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
 
 
@@ -179,7 +179,7 @@ def test_the_run_ends_where_no_other_plan_is_asked_for_or_none_needs_less(change
 def test_the_second_plan_in_a_row_that_is_too_large_ends_the_run() -> None:
     story = replanning()
     failed(story)
-    story.returns("leave", StateTag(step=0)).formed(StateTag(step=0))
+    story.returns("leave", None).formed(StateTag(step=0))
     ended: Any = failed(story, verb="heal")
     assert isinstance(ended.error, DeviceOutOfMemory)
 
@@ -193,7 +193,7 @@ def test_a_run_that_failed_too_often_ends_with_the_prediction_and_what_fits() ->
 
     story = replanning(explain_memory=explain, failures=0)
     failed(story)
-    story.returns("leave", StateTag(step=0))
+    story.returns("leave", None)
     ended: Any = story.state.shutdown
     assert isinstance(ended.error, DeviceOutOfMemory)
     assert [(plan.strategy, rank) for plan, rank, _ in asked] == [("wide", 1)]

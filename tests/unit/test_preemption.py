@@ -39,7 +39,7 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [call.worker for call in story.calls("upload")] == [1]
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0], "while it is uploaded"
     assert [place.slot for place in story.all(m.StartWorker)] == [0] and [c.worker for c in story.calls("leave")] == [1]
-    story.returns("leave", StateTag(step=3), workers=[1])
+    story.returns("leave", None, workers=[1])
     story.start().formed(StateTag(step=None), StateTag(step=3))
     assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
         "replica",
@@ -96,7 +96,7 @@ def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> Non
     story.now_s += 20.0
     story.expires("notice")
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.checkpoints.upload is None
-    story.returns("leave", half(1, 6), workers=[1]).start().formed(half(0, None), half(1, 6))
+    story.returns("leave", None, workers=[1]).start().formed(half(0, None), half(1, 6))
     story.returns("heal", half(0, 4), half(1, 4)).segment(8)
     story.returns("snapshot", m.SnapshotTaken(step=8, size_bytes=8, blocked_s=0.1))
     upload = story.state.checkpoints.upload

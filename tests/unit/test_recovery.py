@@ -38,7 +38,7 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
     assert not story.all(m.StartWorker)
     assert story.emitted(events.Promoted) == [events.Promoted(worker=2, rank=1, slot=1, node="n1")]
     story.returns("run", m.SegmentReport(step=2), workers=[0])
-    story.returns("leave", StateTag(step=2), workers=[0])
+    story.returns("leave", None, workers=[0])
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
     story.returns("reserve", Address(host="h", port=1)).returns("form", StateTag(step=2), StateTag(step=None))
     heal = story.calls("heal")[0].argument
@@ -58,7 +58,7 @@ def test_a_spare_that_is_still_starting_is_waited_for() -> None:
     story = progressed(Story(spares=1).running(), 1).tell(m.WorkerDied(worker=0, cause="killed"))
     assert story.emitted(events.Promoted) and not story.all(m.StartWorker) and story.state.membership.starting == {2}
     story.returns("run", m.SegmentReport(step=1), workers=[1])
-    story.returns("leave", StateTag(step=1), workers=[1])
+    story.returns("leave", None, workers=[1])
     assert story.state.phase is Phase.GATHERING
     assert story.start().state.phase is Phase.RESERVING
 

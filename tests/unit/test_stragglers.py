@@ -62,7 +62,7 @@ def test_a_slow_worker_is_replaced_on_request_once_an_hour_and_node() -> None:
     assert [kill.worker for kill in told.all(m.KillWorker)] == [2] and not told.calls("snapshot"), (
         "others hold the state"
     )
-    told.returns("leave", StateTag(step=40), workers=[0, 1])
+    told.returns("leave", None, workers=[0, 1])
     told.tell(m.WorkerStarted(worker=3, node="n2", pid=3)).formed(
         StateTag(step=40), StateTag(step=40), StateTag(step=None)
     )

@@ -44,7 +44,7 @@ def test_peers_lost_for_no_reason_while_the_first_plan_is_tried_are_one() -> Non
 
 def test_trials_that_are_given_up_leave_nothing_of_the_plan_that_was_tried() -> None:
     story = probing(layouts=Plans(plans=(staged(1, 3, "first"), staged(3, 3, "second"))), workers=3, min_workers=2)
-    story.returns("probe", 1.0).returns("leave", StateTag(step=0)).formed().returns("heal", StateTag(step=0))
+    story.returns("probe", 1.0).returns("leave", None).formed().returns("heal", StateTag(step=0))
     story.tell(m.WorkerDied(worker=2, cause="killed"))
     story.raises(0, "probe", "peer", PeerLost("gone")).raises(1, "probe", "peer", PeerLost("gone")).expires("shrink")
     assert tried(story) == ["first"] and story.emitted(events.Resized)[0].workers == 2
@@ -55,5 +55,5 @@ def test_trials_that_are_given_up_leave_nothing_of_the_plan_that_was_tried() -> 
 def test_as_many_are_measured_as_the_time_allows_that_forming_groups_really_takes(total_steps: int, then: str) -> None:
     """Each event takes a second here: eight until the first was measured."""
     story = probing(total_steps=total_steps, probe_share=0.02).returns("probe", 1.0)
-    story.returns("leave", StateTag(step=0))
+    story.returns("leave", None)
     assert tried(story) == [then] and bool(story.emitted(events.Probed)) == (then == "first")

@@ -33,6 +33,7 @@ from trainwright.strategies.common.user_code_errors import format_samples, non_f
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
 from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica
 
 _SEED_WORD = 2**31 - 1
@@ -107,14 +108,15 @@ class TrainFunction:
     def run(self, feed: Feed, *, muted: bool = False) -> _StepOutcome:
         """Run the compiled step. It applies nothing if the loss is not finite or has no weight, as with `muted`.
 
-        If an operation fails, some variables may have been updated already: the replica is marked as not sound.
+        If an operation fails, some variables may have been updated already: the replica is marked as not sound. If a
+        peer is lost none were, because collectives come first.
         """
         shares = [self._share(feed, part, rank, muted) for part, rank in zip(feed.parts, feed.data_ranks, strict=True)]
         dealt = tensor_conversion.distribute_values(self._strategy, shares, feed.data_ranks.start)
         try:
             outcome: _StepOutcome = self._step(dealt)
-        except tf.errors.OpError:
-            self._replica.sound = False
+        except tf.errors.OpError as error:
+            self._replica.sound = self._replica.sound and TensorFlowUserCode.lost_peer(error)
             raise
         return outcome
 
@@ -150,7 +152,8 @@ class TrainFunction:
     def _stepped(self, share: Any) -> _StepOutcome:
         found: _ReducedGradients = self._strategy.run(self._found_here, args=(share,))
         gradients = [tensor for each in found.gradients for tensor in self._own(each)]
-        with tf.control_dependencies(gradients):  # no variable changes before the last collective has ended
+        state = [tensor for each in found.state if each is not None for tensor in self._own(each)]
+        with tf.control_dependencies([*gradients, *state]):  # no variable changes before the last collective has ended
             carry = tf.identity(self._own(found.carry)[0])
         weight, loss, _, _, _, _, norm, _ = tf.unstack(tf.cast(carry, tf.float64))
         checked = (weight, loss) if self._replica.scales else (weight, loss, norm)  # LossScaleOptimizer checks norms
