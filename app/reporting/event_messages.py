@@ -313,7 +313,8 @@ def _end_line(event: RunEnded, start: RunStarted, told_cause: str = "") -> Outpu
         return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here{best}", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
     known = told_cause and first.startswith(told_cause)
-    return OutputLine(text=f"failed {steps}{seconds}" + ("" if known else f": {first}"), tone="bad")
+    left = f"last checkpoint {steps}" if event.step else "before its first checkpoint"
+    return OutputLine(text=f"failed{seconds}, {left}" + ("" if known else f": {first}"), tone="bad")
 
 
 def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:

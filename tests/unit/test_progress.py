@@ -76,7 +76,7 @@ def test_waiting_is_said_once_with_its_deadline() -> None:
     ("outcome", "text"),
     [
         ("stopped", "stopped at step 12 of 20 after 5.0 s; the same command continues from here"),
-        ("failed", "failed at step 12 of 20 after 5.0 s: it broke"),
+        ("failed", "failed after 5.0 s, last checkpoint at step 12 of 20: it broke"),
     ],
 )
 def test_ends(outcome: str, text: str) -> None:
@@ -87,9 +87,11 @@ def test_the_end_of_a_failed_run_does_not_repeat_its_cause() -> None:
     failed = events.Failed(time_s=104, rank=1, step=12, cause="loss= raised KeyError: 'y'")
     ended = events.RunEnded(time_s=105, outcome="failed", step=12, error=f"{failed.cause} (rank 1)\n  -> mend it")
     assert told([started(), failed, ended])[1:] == [
-        "rank 1 failed at step 12: loss= raised KeyError: 'y'", "failed at step 12 of 20 after 5.0 s",
+        "rank 1 failed at step 12: loss= raised KeyError: 'y'", "failed after 5.0 s, last checkpoint at step 12 of 20",
     ]  # fmt: skip
-    assert event_line(ended).text == "failed at step 12: loss= raised KeyError: 'y' (rank 1)"
+    lost = events.RunEnded(time_s=105, outcome="failed", error="it broke")
+    assert told([started(), lost])[-1] == "failed after 5.0 s, before its first checkpoint: it broke"
+    assert event_line(ended).text == "failed, last checkpoint at step 12: loss= raised KeyError: 'y' (rank 1)"
 
 
 def test_every_kind_of_event_has_a_line_for_logs() -> None:
