@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Literal
 
 from trainwright.core.engine import checkpoint_path
-from trainwright.core.errors import StorageError, WorkerLost
+from trainwright.core.errors import HangError, StorageError, WorkerLost
 from trainwright.core.events import Checkpointed, CheckpointSkipped, Evaluated, Kept, Noted
 from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.topology import RestartMode, StateTag
@@ -374,34 +374,57 @@ def _next_version(state: DriverState) -> int:
 def request_parting_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
     """Have one of these idle workers, whose processes are to be replaced, copy its state into memory first.
 
-    A survivor of a failure has completed more steps than any copy. One with the whole state is enough, and is asked
-    once between two restores. The state of a coordinator is in servers, which may be lost.
+    A survivor of a failure has completed more steps than any copy, and one with the whole state is enough. If ranks
+    hang, none is asked: the others would wait for its copy too. None is asked on accelerators: a collective of NCCL
+    that is aborted may end without an error, and its values would be taken for gradients. The state of a coordinator is
+    in servers, which may be lost.
 
     Returns:
-        the worker that is asked, and will answer `leave`; none if no copy is wanted, or none of them has all.
+        the worker that is asked, and will answer `leave`; none if no copy is wanted, or none of them can make it.
     """
-    state, memory = turn.state, turn.state.memory
-    able = [rank for rank in memory.replicas if rank < len(state.membership.members)]
-    found = [worker for worker in (state.membership.members[rank].worker for rank in able) if worker in workers]
-    off = state.settings.saving.keep_s is None or memory.keep_off or state.settings.world.topology != "collective"
-    if off or not found or memory.parting is not None or state.recovery.spiked or state.trials is not None:
+    state, memory, world, blame = turn.state, turn.state.memory, turn.settings.world, turn.state.recovery.blame
+    if turn.settings.saving.keep_s is None or memory.keep_off or memory.parting is not None:
         return frozenset()
-    version = _next_version(state)
-    hold = tuple(copy.version for copy in (memory.kept, memory.keeping) if copy is not None)
-    turn.change(versions=version, parting=PartingCopy(version=version, started_s=turn.now_s))
-    turn.call(found[:1], "leave", m.MemoryCopyRequest(version=version, hold=hold))
-    return frozenset(found[:1])
+    if world.topology != "collective" or world.devices[0] != "cpu" or state.trials is not None:
+        return frozenset()
+    hung = blame is not None and isinstance(blame.error, HangError)
+    if hung or state.recovery.spiked or state.position.progress <= state.copied:
+        return frozenset()
+    members = state.membership.members
+    busy = memory.keeping.owing if memory.keeping is not None else PersistentSet()
+    doomed = {member.node for member in members if member.worker in state.handover.leaving}
+    able = (members[rank] for rank in memory.replicas if rank < len(members))
+    found = [one.worker for one in able if one.worker in workers - busy and one.node not in doomed][:1]
+    if found:
+        version = _next_version(state)
+        hold = tuple(copy.version for copy in (memory.kept, memory.keeping) if copy is not None)
+        turn.change(versions=version, parting=PartingCopy(worker=found[0], version=version, started_s=turn.now_s))
+        turn.call(found, "leave", m.MemoryCopyRequest(version=version, hold=hold))
+    return frozenset(found)
 
 
-def on_parting_copy_taken(turn: Transition, taken: m.MemoryCopyTaken) -> None:
-    """Use the copy of a worker that leaves, if it is newer than the others and may be restored."""
-    state, parting = turn.state, turn.state.memory.parting
+def is_parting(state: DriverState, worker: int) -> bool:
+    """Whether a worker was asked to copy its state before its process is replaced."""
+    return state.memory.parting is not None and state.memory.parting.worker == worker
+
+
+def on_parting_copy_taken(turn: Transition, taken: m.MemoryCopyTaken | None) -> None:
+    """Use the copy of a worker that leaves, if it is newer than the others and may be restored.
+
+    If it could not make one, another may be asked.
+    """
+    state, parting, former = turn.state, turn.state.memory.parting, turn.state.memory.kept
     assert parting is not None, "no copy was requested"
+    if taken is None or not (taken.files or taken.trouble):
+        turn.change(parting=None)
+        return
+    turn.change(parting=replace(parting, taken=True))
     if taken.trouble:
         turn.emit(Noted(text=f"a survivor did not copy its state: {taken.trouble}"))
     if taken.files and state.copied < taken.step <= latest_usable_step(state):
         kept = m.MemoryCheckpoint(version=parting.version, step=taken.step, files=taken.files)
         _use_memory_copy(turn, kept, 0.0, parting.started_s)
+        turn.change(former=former)
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
@@ -416,7 +439,9 @@ def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
 
 def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
     """Give up an in-memory copy of which these workers owe files, because they will deliver none."""
-    keeping = turn.state.memory.keeping
+    keeping, parting = turn.state.memory.keeping, turn.state.memory.parting
+    if parting is not None and parting.worker in workers and not parting.taken:
+        turn.change(parting=None)
     if keeping is not None and keeping.owing & workers:
         turn.change(keeping=replace(keeping, spoiled=True))
         _drop_memory_copy_owing(turn, workers)
@@ -425,6 +450,7 @@ def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
 def discard_memory_copies_from(turn: Transition, step: int) -> None:
     """Use no in-memory copy of this step or later, in this driver or in the next."""
     kept, keeping = turn.state.memory.kept, turn.state.memory.keeping
+    turn.change(former=None)
     if kept is not None and kept.step >= step:
         turn.change(kept=None)
         turn.want(m.MarkComplete(kept=None))
@@ -433,8 +459,8 @@ def discard_memory_copies_from(turn: Transition, step: int) -> None:
 
 
 def forget_memory_checkpoint(turn: Transition) -> None:
-    """Do not restore from the in-memory checkpoint again, because a worker could not read it."""
-    turn.change(kept=None)
+    """Do not restore from the in-memory checkpoint again, because a worker could not read it; try that before it."""
+    turn.change(kept=turn.state.memory.former, former=None)
 
 
 def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
@@ -458,7 +484,7 @@ def _use_memory_copy(turn: Transition, kept: m.MemoryCheckpoint, blocked_s: floa
     former = turn.state.memory.kept
     if former is not None and former.version > kept.version:
         return
-    turn.change(kept=kept)
+    turn.change(kept=kept, former=None)
     turn.want(m.MarkComplete(kept=kept))
     nodes, sizes = {item.node for item in kept.files}, {item.file.name: item.file.size_bytes for item in kept.files}
     turn.emit(

@@ -133,8 +133,10 @@ class MemoryCopy:
 class PartingCopy:
     """The copy of the state that a survivor makes before its process is replaced."""
 
+    worker: int
     version: int
     started_s: float
+    taken: bool = False  # whether it is complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +324,7 @@ class MemoryCheckpoints:
     copied_s: float = 0.0  # seconds that the last copy blocked the steps
     replicas: tuple[int, ...] = ()  # ranks that hold the whole state
     parting: PartingCopy | None = None  # requested since the ranks were restored last
+    former: MemoryCheckpoint | None = None  # complete copy before that of a survivor, which may be on more nodes
 
 
 @dataclass(frozen=True, kw_only=True)

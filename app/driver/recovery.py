@@ -7,7 +7,7 @@ new process takes the rank of a failed worker at once (see `membership`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from trainwright.core.errors import (
@@ -283,9 +283,8 @@ def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
         failure_policy.note_step(turn, event.value.step)
     if event.verb != "leave":
         _release_workers(turn, frozenset({event.worker}))
-    elif turn.settings.world.reform == "new_process":
-        if event.value is not None:
-            checkpointing.on_parting_copy_taken(turn, event.value)
+    elif checkpointing.is_parting(turn.state, event.worker):
+        checkpointing.on_parting_copy_taken(turn, event.value)
         _replace(turn, {event.worker}, kill=True)
 
 
@@ -301,7 +300,18 @@ def on_leave_deadline(turn: Transition) -> None:
     if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
         turn.arm("leave", state.settings.deadlines.call_deadline_s)
         return
-    ranks = [state.membership.rank_of[worker] for worker in state.awaiting]
+    silent = [worker for worker in state.awaiting if not checkpointing.is_parting(state, worker)]
+    if silent:
+        _report_hung_workers(turn, silent, hanging=hanging)
+    else:
+        turn.emit(Noted(text=f"a survivor did not copy its state within {turn.now_s - state.phase_s:.0f} s"))
+    _replace(turn, state.awaiting, kill=True)
+
+
+def _report_hung_workers(turn: Transition, workers: Sequence[int], *, hanging: bool) -> None:
+    """Report workers that do not answer; they are the cause if the failure is one of `hanging` workers."""
+    state, recovery, members = turn.state, turn.state.recovery, turn.state.membership.members
+    ranks = [state.membership.rank_of[worker] for worker in workers]
     stacks = [f"rank {rank} stood at:\n{recovery.stacks[rank]}" for rank in ranks if rank in recovery.stacks]
     error = HangError(
         f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
@@ -316,7 +326,6 @@ def on_leave_deadline(turn: Transition) -> None:
         blame = FailureCause(error=error, event=failed, kind="hung")
         failure_policy.set_cause(turn, blame)
         failure_policy.set_suspect(turn, blame if recovery.suspect is not None else None)
-    _replace(turn, state.awaiting, kill=True)
 
 
 def is_gathered(turn: Transition) -> bool:

@@ -250,7 +250,7 @@ class EffectExecutor:
             generation = effect.generation
             ref = actor.interrupt.remote(generation.number, effect.argument, generation.token)
         else:
-            if effect.verb == "keep" or (effect.verb == "leave" and effect.argument is not None):
+            if effect.verb == "keep" or _copies_state(effect):
                 self._workers.guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep, "trace": actor.upload}
             own, common = self._arguments.of(effect.argument)
@@ -388,6 +388,11 @@ _WATCH_S = 5.0
 _VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
 
 
+def _copies_state(call: m.CallWorker) -> bool:
+    """Whether a worker is to copy its state into memory before its process ends."""
+    return call.verb == "leave" and call.argument is not None
+
+
 class WorkerOutput:
     """Completed steps of one worker, and what another one printed and logged.
 
@@ -435,7 +440,8 @@ class WorkerOutput:
     def _deliver_after_steps(self, call: m.CallWorker, event: m.CallReturned | m.CallRaised) -> None:
         raised = event if isinstance(event, m.CallRaised) and self._together else None
         knows = raised is not None and not 0 <= raised.failure.step <= self.reported
-        if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
+        watched = call.verb == "run" and (knows or self._watched == (call.worker, call.generation))
+        if watched or _copies_state(call):  # its process ends then, with the steps that it alone knows
             self._flush_steps(event)
         else:
             self._queue.put(event)

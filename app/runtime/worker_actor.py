@@ -331,10 +331,15 @@ class MemoryStoreProcess:
         return refusal
 
     def seal(self, kept: bytes, token: int) -> CallFailure | None:
-        """Remember the complete copy, as `ArgumentPickler` sends it, for the next driver; None forgets the last one."""
+        """Remember the complete copy, as `ArgumentPickler` sends it, for the next driver; None forgets the last one.
+
+        Copies before the last one are removed: where a survivor has made one, no later copy may come.
+        """
         refusal = self._refusal(token)
         if refusal is None:
-            self._complete = join_argument(None, kept)
+            former, self._complete = self._complete, join_argument(None, kept)
+            if former is not None and self._complete is not None:
+                self._copies.remove_before(former.version)
         return refusal
 
     def adopt(self, token: int) -> MemoryCheckpoint | CallFailure | None:

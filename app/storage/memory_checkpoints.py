@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -80,9 +81,7 @@ class MemoryCheckpointStore:
         remove_stale_copies(self.folder.parent)
         if os.path.lexists(self.folder):
             _make_private(self.folder)
-        for entry in self.folder.glob("[0-9]*"):
-            if int(entry.name) < version and int(entry.name) not in hold:  # a late call keeps newer versions
-                shutil.rmtree(entry, ignore_errors=True)
+        self.remove_before(version, hold)  # a late call keeps newer versions
         try:
             free_bytes = shutil.disk_usage(self.folder.parent).free
             if free_bytes < size_bytes * _HEADROOM:
@@ -91,7 +90,7 @@ class MemoryCheckpointStore:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _make_private(self.folder)
             place.mkdir(mode=0o700, exist_ok=True)
-            own = self.folder / f"{GUARD_FILE}.{os.getpid()}"
+            own = self.folder / f"{GUARD_FILE}.{os.getpid()}.{threading.get_ident()}"
             _write(own, json.dumps(asdict(Owner.parent())).encode())
             own.replace(self.folder / GUARD_FILE)
         except OSError as error:
@@ -147,6 +146,12 @@ class MemoryCheckpointStore:
         except OSError as error:
             raise _no_room(self.folder, str(error)) from error
         raise _unreadable_copy(place, trouble)
+
+    def remove_before(self, version: int, hold: Iterable[int] = ()) -> None:
+        """Remove versions older than this one, but for those in `hold`."""
+        for entry in self.folder.glob("[0-9]*"):
+            if int(entry.name) < version and int(entry.name) not in hold:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove all versions; what belongs to another user stays."""

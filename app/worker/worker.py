@@ -46,7 +46,7 @@ from trainwright.core.engine import (
     StateWriter,
     TorchTrainingEngine,
 )
-from trainwright.core.errors import NonFiniteLoss, PeerLost, StorageError, StoreDown, TrainwrightError, headline
+from trainwright.core.errors import NonFiniteLoss, PeerLost, StorageError, StoreDown, headline
 from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
@@ -717,10 +717,11 @@ class StateCopies:
 
         Then send them to the node's neighbour, if it has one, in whose memory they outlive this node.
         """
-        copy, save = self._snapshots.pop("keep")
-        writer = self._memory.write(wanted.version, copy.size_bytes, wanted.hold)
+        return self._write_memory(*self._snapshots.pop("keep"), wanted)
+
+    def _write_memory(self, copy: StateSnapshot, save: _Save, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
+        writer, step = self._memory.write(wanted.version, copy.size_bytes, wanted.hold), copy.step
         save(copy, writer)
-        step = copy.step
         del copy, save  # its memory is for the next snapshot
         nodes, trouble = [self._node], ""
         neighbour = dict(wanted.neighbours).get(self._node)
@@ -736,11 +737,10 @@ class StateCopies:
     def copy_parting(self, engine: Engine, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
         """Copy the state to the node's memory, where it outlives this process; the answer says so if that fails."""
         try:
-            self._snapshots["keep"] = (engine.snapshot(), engine.save)
-            return self.keep(wanted)
+            return self._write_memory(engine.snapshot(), engine.save, wanted)
         except PeerLost:  # a step ended in the middle of its update
             return MemoryCopyTaken(files=())
-        except (TrainwrightError, OSError) as error:
+        except Exception as error:  # of any kind: the failure that came first is the one to be told
             return MemoryCopyTaken(files=(), trouble=headline(error))
 
     def checkpoint(self, ref: CheckpointRef, *, weights_only: bool) -> CheckpointReader:

@@ -12,12 +12,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import cloudpickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.driver_harness import Story
+from tests.support.driver_harness import Story, progressed
 from trainwright.core import events
 from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import PeerLost, StorageError
@@ -30,6 +32,7 @@ from trainwright.driver.checkpointing import (
     choose_neighbours,
 )
 from trainwright.driver.driver_state import Phase
+from trainwright.runtime import worker_actor
 from trainwright.storage import memory_checkpoints
 from trainwright.storage.memory_checkpoints import (
     GUARD_FILE,
@@ -95,11 +98,13 @@ def test_an_older_copy_yields_to_a_newer_checkpoint() -> None:
     assert story.calls("heal")[0].argument.source == "checkpoint"
 
 
-def ended(**settings: object) -> Story:
-    """Rank 0 of three has died, and each epoch needs new processes; rank 1 has lost its peer."""
+def ended(story: Story | None = None, **settings: object) -> Story:
+    """Rank 0 of three has died after step 7, and each epoch needs new processes; rank 1 has lost its peer."""
     fields = {"workers": 3, "keep_s": 10.0, "total_steps": 100, "steps_per_epoch": 100, "reform": "new_process"}
-    story = Story(**fields | settings).running().tell(m.WorkerDied(worker=0, cause="killed"))
-    return story.raises(1, "run", "peer", PeerLost("gone"))
+    story = progressed(story or Story(**fields | settings).running(), 7)
+    dead, lost, _ = (member.worker for member in story.state.membership.members)
+    story.tell(m.WorkerDied(worker=dead, cause="killed"))
+    return story.raises(lost, "run", "peer", PeerLost("gone"))
 
 
 def test_one_survivor_copies_its_state_before_its_process_ends() -> None:
@@ -115,39 +120,107 @@ def test_one_survivor_copies_its_state_before_its_process_ends() -> None:
     assert story.all(m.MarkComplete) == [m.MarkComplete(kept=copy)]
     heal = story.start().formed().calls("heal")[0].argument
     assert (heal.source, heal.step, heal.kept) == ("keeper", 7, copy)
-    story.returns("heal", StateTag(step=7)).tell(m.WorkerDied(worker=3, cause="killed"))
-    story.raises(story.state.membership.members[1].worker, "run", "peer", PeerLost("gone"))
-    assert story.calls("leave")[0].argument == m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,)), "asked again"
+    story.returns("heal", StateTag(step=7))
+    again = ended(progressed(story, 9)).calls("leave")
+    assert [call.argument for call in again] == [m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,))]
 
 
-@pytest.mark.parametrize("settings", [{"keep_s": None}, {"topology": "coordinator"}], ids=["off", "coordinator"])
-def test_no_survivor_copies_its_state_where_copies_are_off_or_the_state_is_elsewhere(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"keep_s": None}, {"topology": "coordinator"}, {"devices": ("cuda:0",)}], ids=["off", "led", "GPU"]
+)
+def test_no_survivor_copies_its_state_where_it_is_not_wanted_or_not_safe(settings: dict[str, Any]) -> None:
     story = ended(**settings)
     assert not story.calls("leave") and m.KillWorker(worker=1) in story.all(m.KillWorker)
 
 
 def test_a_survivor_that_holds_a_part_of_the_state_makes_no_copy() -> None:
-    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
-    story = Story(keep_s=10.0, reform="new_process").up().formed(*tags).returns("heal", *tags)
-    story.tell(m.WorkerDied(worker=0, cause="killed")).raises(1, "run", "peer", PeerLost("gone"))
+    tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=3) for piece in "abc"]
+    story = Story(workers=3, keep_s=10.0, reform="new_process", total_steps=100, steps_per_epoch=100)
+    story = ended(story.up().formed(*tags).returns("heal", *tags))
     assert not story.calls("leave") and story.all(m.KillWorker) == [m.KillWorker(worker=1)]
+
+
+def test_a_survivor_is_not_asked_when_it_has_no_more_steps_than_a_copy_or_its_node_is_to_end() -> None:
+    fields = {"workers": 3, "keep_s": 10.0, "total_steps": 100, "steps_per_epoch": 100, "reform": "new_process"}
+    story = Story(**fields).running().tell(m.WorkerDied(worker=0, cause="killed"))
+    assert not story.raises(1, "run", "peer", PeerLost("gone")).calls("leave"), "no step is done"
+    story = ended(Story(**fields).running().tell(m.PreemptionNoticed(worker=1, left_s=60.0)))
+    assert not story.calls("leave") and m.KillWorker(worker=1) in story.all(m.KillWorker)
+    assert [call.worker for call in story.raises(2, "run", "peer", PeerLost("gone")).calls("leave")] == [2]
+
+
+def test_a_rank_that_hangs_is_told_of_alone() -> None:
+    """Another one that copied its state would be awaited beside it, and taken for hung."""
+    story = progressed(Story(reform="new_process", keep_s=10.0, total_steps=100, steps_per_epoch=100).running(), 7)
+    story.returns("run", m.SegmentReport(step=7), workers=[0]).expires("hang")
+    assert not story.calls("leave") and story.all(m.KillWorker) == [m.KillWorker(worker=0)]
 
 
 def test_a_copy_of_a_survivor_that_failed_or_is_of_no_newer_step_is_not_used() -> None:
     story = ended().returns("leave", m.MemoryCopyTaken(files=(), trouble="no room in /dev/shm"), workers=[1])
     assert "no room in /dev/shm" in story.emitted(events.Noted)[0].text and story.state.memory.kept is None
+    assert not story.raises(2, "run", "peer", PeerLost("gone")).calls("leave"), "the others have no room either"
     old = ended().returns("leave", replace(TAKEN, step=0), workers=[1])
     assert old.state.memory.kept is None and not old.emitted(events.Kept)
 
 
-def test_a_survivor_that_dies_or_hangs_while_it_copies_is_replaced() -> None:
-    story = ended().raises(2, "run", "peer", PeerLost("gone")).tell(m.WorkerDied(worker=1, cause="killed"))
-    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+@pytest.mark.parametrize("answer", [None, m.MemoryCopyTaken(files=()), m.WorkerDied(worker=1, cause="killed")])
+def test_another_survivor_is_asked_where_the_first_one_cannot_copy(answer: Any) -> None:
+    """It has no state, a step ended in the middle of its update, or it died."""
+    died = isinstance(answer, m.WorkerDied)
+    story = ended().tell(answer) if died else ended().returns("leave", answer, workers=[1])
+    story.raises(2, "run", "peer", PeerLost("gone"))
+    assert [call.worker for call in story.calls("leave")] == [2]
+    story.returns("leave", replace(TAKEN, step=7), workers=[2])
+    assert story.start().formed().calls("heal")[0].argument.step == 7
+
+
+def test_a_survivor_that_copies_for_too_long_is_replaced_and_not_taken_for_hung() -> None:
     story = ended().raises(2, "run", "peer", PeerLost("gone")).expires("leave")
     story.now_s += story.state.settings.deadlines.call_deadline_s
     story.expires("leave")
-    assert m.KillWorker(worker=1) in story.all(m.KillWorker)
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=1)] and not story.emitted(events.Failed)
+    assert "did not copy its state within" in story.emitted(events.Noted)[0].text
     assert story.start().formed().calls("heal")[0].argument.source == "initial"
+
+
+def test_where_the_copy_of_a_survivor_cannot_be_read_that_before_it_is_used() -> None:
+    fields = {"workers": 3, "keep_s": 10.0, "total_steps": 100, "steps_per_epoch": 100, "reform": "new_process"}
+    story = Story(**fields).running()
+    story.now_s += 10.0
+    story.expires("pause").segment(5).returns(
+        "snapshot", m.SnapshotTaken(step=5, size_bytes=5, blocked_s=0.01), workers=[0, 1]
+    )
+    before = story.returns("keep", replace(TAKEN, step=5), workers=[0, 1]).state.memory.kept
+    story = ended(story).raises(2, "run", "peer", PeerLost("gone"))
+    story.returns("leave", replace(TAKEN, step=7), workers=[1]).start().formed()
+    assert story.calls("heal")[0].argument.step == 7
+    worker = story.state.membership.members[0].worker
+    story.raises(worker, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
+    assert before is not None and story.state.memory.kept == before and story.state.memory.former is None
+
+
+def test_a_node_that_makes_no_later_copy_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any survivor may have made the last copy; the next ones are on other nodes."""
+    monkeypatch.setattr(worker_actor, "DriverWatchdog", MagicMock())
+    process, copies = worker_actor.MemoryStoreProcess("file:///runs/one", 3), MemoryCheckpointStore("one", tmp_path)
+    process._copies = copies
+    copies.write(1, 8, ()).write("state", b"12345678")
+    for version, left in ((1, ["1"]), (2, ["1"]), (3, [])):
+        complete = m.MemoryCheckpoint(version=version, step=version, files=())
+        assert process.seal(cloudpickle.dumps(complete), 3) is None
+        assert [entry.name for entry in copies.folder.glob("[0-9]*")] == left
+    assert process.adopt(4) == complete
+
+
+def test_processes_that_wait_to_form_their_first_group_are_kept_at_a_takeover() -> None:
+    """They answer `leave` as the others do that are not to copy anything."""
+    waiting = tuple(
+        m.SurvivingWorker(worker=n, node=f"n{n}", pid=n, slot=n, waiting=True, rank=-1) for n in range(3)
+    )  # fmt: skip
+    story = Story(workers=3, keep_s=10.0, reform="new_process")
+    story.tell(m.LeaseAcquired(token=3, head=None, living=waiting)).returns("leave", None)
+    assert not story.all(m.KillWorker) and [call.worker for call in story.calls("reserve")] == [0, 1, 2]
 
 
 def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:

@@ -175,6 +175,33 @@ def test_what_was_printed_before_an_answer_is_shown_before_it(first: str, ended:
     assert [each.line for each in shown] == (["two"] if ended else ["one", "two"])
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_steps_that_a_leaving_process_alone_knows_come_before_its_answer(copies: bool) -> None:
+    asked, shown, news = list[int](), list[Any](), Future[Any]()
+
+    def watch(after: int, timeout_s: float, token: int) -> Any:
+        asked.append(after)
+        return SimpleNamespace(future=lambda: news)
+
+    lease = DriverLease(MagicMock(), list)
+    actor = SimpleNamespace(watch=SimpleNamespace(remote=watch))
+    queue, workers = EventQueue(lease), MagicMock(actor=lambda worker: actor)
+    output = WorkerOutput(workers, queue, lease, shown.append, together=True)
+    output.reported, generation = 5, Generation(token=1, number=1)
+    about: Any = {"worker": 0, "generation": generation, "verb": "leave"}
+    answer = m.CallReturned(**about, value=None)
+    output.deliver(m.CallWorker(**about, argument=m.MemoryCopyRequest(version=1) if copies else None), answer)
+    steps = events.Steps(step=[6, 7], loss=[0.5, 0.4], learning_rate=[0.1] * 2, gradient_norm=[None] * 2,
+                         samples=[8] * 2, step_s=[0.1] * 2, wait_s=[0.0] * 2)  # fmt: skip
+    if not copies:
+        assert queue.next() == answer and not asked
+        return
+    news.set_result(steps)
+    told = queue.next()
+    assert asked == [5] and shown == [steps] and isinstance(told, m.StepsCompleted) and told.step == 7
+    assert queue.next() == answer
+
+
 def test_it_becomes_the_standard_output_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     prints = PrintCapture.installed()
