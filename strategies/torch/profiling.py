@@ -326,9 +326,9 @@ def _copy(numbers: int, device: str) -> Callable[[], object]:
 
 
 def _call_s(work: Callable[[], object], device: str) -> float:
-    """Return the seconds of a call: the mean of at least 0.2 s, after shorter blocks for warm-up.
+    """Return the seconds of a call: the mean of the fastest of three blocks of 0.2 s at least, after shorter ones.
 
-    The host waits for a GPU at the ends of a block alone: to wait for each call would count as work. Of one CPU core,
+    Other work on the machine, or on that of a virtual one, only slows a block. The host waits for a GPU at the ends of a block alone: to wait for each call would count as work. Of one CPU core,
     the time in which another process had it does not count.
     """
 
@@ -340,5 +340,6 @@ def _call_s(work: Callable[[], object], device: str) -> float:
     if device == "cpu":
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     work()
-    calls, spent_s = timeit.Timer(work, timer=clock).autorange()
-    return spent_s / calls
+    timer = timeit.Timer(work, timer=clock)
+    calls, spent_s = timer.autorange()
+    return min(spent_s, *timer.repeat(2, calls)) / calls

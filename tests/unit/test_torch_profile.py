@@ -379,3 +379,16 @@ def test_a_probe_of_one_core_does_not_count_the_time_in_which_others_have_it(
     monkeypatch.setattr(profiling, "time", clocks)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert profiling._call_s(work, "cpu") == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_probe_takes_the_fastest_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other virtual machines on the host slow the first ones, which no clock of this machine shows."""
+    spent_s, calls = 0.0, 0
+
+    def work() -> None:
+        nonlocal spent_s, calls
+        calls += 1
+        spent_s += 3e-3 if calls < 200 else 1e-3
+
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(thread_time=lambda: spent_s, perf_counter=lambda: spent_s))
+    assert profiling._call_s(work, "cpu") == pytest.approx(1e-3, rel=0.01)
