@@ -328,8 +328,9 @@ def _copy(numbers: int, device: str) -> Callable[[], object]:
 def _call_s(work: Callable[[], object], device: str) -> float:
     """Return the seconds of a call: the mean of the fastest of three blocks of 0.2 s at least, after shorter ones.
 
-    Other work on the machine, or on that of a virtual one, only slows a block. The host waits for a GPU at the ends of a block alone: to wait for each call would count as work. Of one CPU core,
-    the time in which another process had it does not count.
+    Other work on the machine, or on the host of a virtual one, only slows a block. The host waits for a GPU at the ends
+    of a block alone: to wait for each call would count as work. Of one CPU core, the time in which another process had
+    it does not count.
     """
 
     def gpu_clock() -> float:
