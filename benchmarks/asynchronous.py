@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from alone import Crew, Ended, Setup
-from delayed import accuracy_of
 from fashion_table import Splits, fashion_mnist, write_splits
 from figures import Figure, compare, deviation, shortfall
+from local_servers import RunMeasurement, RunSettings, ServerProcesses
+from stale_gradients import measure_accuracy
 
 from trainwright.core.data import Columns
 
@@ -26,12 +26,12 @@ RATES, TUNED_SEED = (1e-3, 2e-3, 4e-3), 99
 DELAYS = {"sync": 0, "ssp(1)": 1}  # in steps, of the loops that these are held against
 PAUSE_S, SLOWER, SLOW_STEPS, KEPT = 0.02, 5, 100, 0.9
 SMOKE_STEPS = 20
-_SETUP = Setup(workers=WORKERS, share=SHARE, steps=EPOCHS * IMAGES // (SHARE * WORKERS))
+_SETTINGS = RunSettings(workers=WORKERS, share=SHARE, steps=EPOCHS * IMAGES // (SHARE * WORKERS))
 WAYS = {
-    "sync": _SETUP,
-    "ssp(1)": replace(_SETUP, consistency="ssp(1)"),
-    "async": replace(_SETUP, consistency="async"),
-    "DiLoCo": replace(_SETUP, local_steps=10, outer="nesterov(0.7,0.9)"),
+    "sync": _SETTINGS,
+    "ssp(1)": replace(_SETTINGS, consistency="ssp(1)"),
+    "async": replace(_SETTINGS, consistency="async"),
+    "DiLoCo": replace(_SETTINGS, local_steps=10, outer="nesterov(0.7,0.9)"),
 }
 
 
@@ -40,7 +40,7 @@ def _tried() -> dict[str, dict[str, float]]:
     return json.loads(TRIED.read_text(encoding="utf-8")) if TRIED.exists() else {}
 
 
-def _rated() -> dict[str, Setup]:
+def _rated() -> dict[str, RunSettings]:
     """Each way at the best of the rates that were tried."""
     return {name: replace(WAYS[name], rate=_best(found)) for name, found in _tried().items()}
 
@@ -78,22 +78,22 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     rated = {name: replace(way, steps=SMOKE_STEPS) if smoke else way for name, way in _rated().items()}
     if missing := sorted(WAYS.keys() - rated.keys()):
         raise SystemExit(f"no rate was chosen for {', '.join(missing)}: run python {__file__} first")
-    with Crew(*data, count=1 + WORKERS) as crew:
-        found = _accuracies(crew, rated, seeds)
+    with ServerProcesses(*data, count=1 + WORKERS) as pool:
+        found = _accuracies(pool, rated, seeds)
         figures = [_accuracy(name, found[name], found["sync"]) for name in rated if name != "sync"]
         for name, delay in DELAYS.items():
-            peers = [accuracy_of(*data, way, delay) for way in _seeded(rated[name], seeds)]
+            peers = [measure_accuracy(*data, way, delay) for way in _seeded(rated[name], seeds)]
             figures.append(_plain(name, found[name], peers))
-        return [*figures, *_throughputs(crew, rated, pairs, slow_steps)]
+        return [*figures, *_throughputs(pool, rated, pairs, slow_steps)]
 
 
 def tune(names: Sequence[str]) -> None:
     """Try all rates for these ways on images and a seed that are not measured, and keep what they come to."""
     fit, held_out = _parted(_data(fashion_mnist(DATA))[0])
     steps = EPOCHS * (IMAGES - HELD_OUT) // (SHARE * WORKERS)
-    with Crew(fit, held_out, count=1 + WORKERS) as crew:
+    with ServerProcesses(fit, held_out, count=1 + WORKERS) as pool:
         for name in names:
-            ended = {rate: crew.run(replace(WAYS[name], steps=steps, seed=TUNED_SEED, rate=rate)) for rate in RATES}
+            ended = {rate: pool.run(replace(WAYS[name], steps=steps, seed=TUNED_SEED, rate=rate)) for rate in RATES}
             found = _tried() | {name: {f"{rate:g}": round(run.accuracy, 4) for rate, run in ended.items()}}
             ordered = {way: found[way] for way in WAYS if way in found}
             TRIED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
@@ -107,21 +107,21 @@ def _parted(train: Columns) -> tuple[Columns, Columns]:
     return {name: train[name][fit] for name in train}, {name: train[name][held_out] for name in train}
 
 
-def _seeded(way: Setup, seeds: int) -> list[Setup]:
+def _seeded(way: RunSettings, seeds: int) -> list[RunSettings]:
     """The measured runs of a way."""
     return [replace(way, seed=seed) for seed in range(seeds)]
 
 
-def _accuracies(crew: Crew, rated: Mapping[str, Setup], seeds: int) -> dict[str, list[Ended]]:
+def _accuracies(pool: ServerProcesses, rated: Mapping[str, RunSettings], seeds: int) -> dict[str, list[RunMeasurement]]:
     """Of all ways, seed by seed."""
-    found: dict[str, list[Ended]] = {name: [] for name in rated}
+    found: dict[str, list[RunMeasurement]] = {name: [] for name in rated}
     for turn in zip(*(_seeded(way, seeds) for way in rated.values()), strict=True):
-        for name, setup in zip(rated, turn, strict=True):
-            found[name].append(crew.run(setup))
+        for name, settings in zip(rated, turn, strict=True):
+            found[name].append(pool.run(settings))
     return found
 
 
-def _accuracy(name: str, found: Sequence[Ended], sync: Sequence[Ended]) -> Figure:
+def _accuracy(name: str, found: Sequence[RunMeasurement], sync: Sequence[RunMeasurement]) -> Figure:
     """How far a way's mean lies below sync's, in sync's deviations over the seeds."""
     ours, peers = [one.accuracy for one in found], [one.accuracy for one in sync]
     stale = float(np.mean([one.staleness.mean for one in found]))
@@ -136,7 +136,7 @@ def _accuracy(name: str, found: Sequence[Ended], sync: Sequence[Ended]) -> Figur
     )  # fmt: skip
 
 
-def _plain(name: str, found: Sequence[Ended], peers: Sequence[float]) -> Figure:
+def _plain(name: str, found: Sequence[RunMeasurement], peers: Sequence[float]) -> Figure:
     """A way beside a plain loop with gradients as old as its bound lets them be, at the same rate."""
     ours = [one.accuracy for one in found]
     said = (
@@ -149,7 +149,7 @@ def _plain(name: str, found: Sequence[Ended], peers: Sequence[float]) -> Figure:
     )  # fmt: skip
 
 
-def _throughputs(crew: Crew, rated: Mapping[str, Setup], pairs: int, slow_steps: int) -> list[Figure]:
+def _throughputs(pool: ServerProcesses, rated: Mapping[str, RunSettings], pairs: int, slow_steps: int) -> list[Figure]:
     """What is left of the three others' throughput when a fourth is slow."""
     slow = (*[PAUSE_S] * (WORKERS - 1), SLOWER * PAUSE_S)
     figures = []
@@ -160,8 +160,8 @@ def _throughputs(crew: Crew, rated: Mapping[str, Setup], pairs: int, slow_steps:
             many = replace(rated[name], steps=slow_steps, pauses_s=slow)
             few = replace(many, workers=WORKERS - 1)
             turns = [(many, with_slow), (few, others)]
-            for setup, into in turns if pair % 2 == 0 else turns[::-1]:
-                into.append(1e6 / crew.run(setup).samples_s)
+            for settings, into in turns if pair % 2 == 0 else turns[::-1]:
+                into.append(1e6 / pool.run(settings).samples_s)
         what = f"time of a sample, {name}, three workers and one that is {SLOWER} times slower, against the three"
         figures.append(compare("asynchronous", what, "us", with_slow, others, target=target))
     return figures

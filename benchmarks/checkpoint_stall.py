@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Figure, compare
-from party import Seat, decided, machine, order_of, together
+from local_ranks import LocalRank, choose_plan, one_node_cluster, run_ranks, worker_config_of
 from peers.plain_saving import PlainSaving
 from problem import CLASSES, FEATURES, THREADS, WORKERS, job
 from torch import nn
@@ -41,8 +41,8 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     model = partial(build, SMOKE_WIDTH if smoke else WIDE)
     wanted = job(folder / "runs", rows=1024, model=model, plan="fsdp=2")
-    order = order_of(wanted, decided(wanted, machine(WORKERS)))
-    ranks = together(order, partial(_turns, folder=folder, model=model, rounds=1 if smoke else 20))
+    config = worker_config_of(wanted, choose_plan(wanted, one_node_cluster(WORKERS)))
+    ranks = run_ranks(config, partial(_turns, folder=folder, model=model, rounds=1 if smoke else 20))
     size = sum(size_bytes for size_bytes, _ in ranks) / GIB
     ours, saved, saved_async = (
         [tuple(map(max, *rounds)) for rounds in zip(*(turns[which] for _, turns in ranks), strict=True)]
@@ -65,17 +65,19 @@ def _each(turns: list[tuple[float, ...]], size: float) -> list[float]:
     return [written_s / size for _, written_s in turns]
 
 
-def _turns(seat: Seat, folder: Path, model: Callable[[], nn.Module], rounds: int) -> tuple[int, dict[str, list[Turn]]]:
+def _turns(
+    local_rank: LocalRank, folder: Path, model: Callable[[], nn.Module], rounds: int
+) -> tuple[int, dict[str, list[Turn]]]:
     """One rank: the size of its files in bytes, and what each way took in each round."""
-    seat.worker.run(RunRequest(steps=range(1)))
-    ours, plain = OurSaving(seat, folder), PlainSaving(seat.rank, folder / "plain", model)
+    local_rank.worker.run(RunRequest(steps=range(1)))
+    ours, plain = OurSaving(local_rank, folder), PlainSaving(local_rank.rank, folder / "plain", model)
     ways = {"ours": ours.save, "save": plain.save, "async_save": plain.save_async}
     found: dict[str, list[Turn]] = {name: [] for name in ways}
     names = list(ways)
     for number in range(rounds + 1):  # the first one warms up
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            seat.meet()
+            local_rank.wait_for_others()
             turn = ways[name]()
             if number:
                 found[name].append(turn)
@@ -85,19 +87,19 @@ def _turns(seat: Seat, folder: Path, model: Callable[[], nn.Module], rounds: int
 class OurSaving:
     """What the driver has a worker do for a checkpoint."""
 
-    def __init__(self, seat: Seat, folder: Path) -> None:
-        self._seat, self._folder, self._count = seat, folder, 0
+    def __init__(self, local_rank: LocalRank, folder: Path) -> None:
+        self._local_rank, self._folder, self._count = local_rank, folder, 0
         self.size_bytes = 0
 
     def save(self) -> Turn:
         """Seconds for which steps wait, and until this rank's files are stored."""
         shutil.rmtree(self._folder / "runs" / "benchmark" / self._path, ignore_errors=True)
-        self._seat.meet()
+        self._local_rank.wait_for_others()
         self._count += 1
         begun = time.perf_counter()
-        self._seat.worker.snapshot(SnapshotRequest(step=1, verbs=("upload",)))
+        self._local_rank.worker.snapshot(SnapshotRequest(step=1, verbs=("upload",)))
         blocked_s = time.perf_counter() - begun
-        entries = self._seat.worker.upload(self._path)
+        entries = self._local_rank.worker.upload(self._path)
         self.size_bytes = sum(entry.size_bytes for entry in entries)
         return blocked_s, time.perf_counter() - begun
 

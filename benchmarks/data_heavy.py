@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from feeds import HeavyStream, RayStream
 from figures import Figure, compare
 from images import SIDE, SMALL, shrink, write_images
+from loader_processes import (
+    SMOKE_ROUNDS,
+    EpochTimes,
+    Loader,
+    LoaderTimer,
+    ProcessRunner,
+    Rounds,
+    run_interleaved,
+    start_process,
+)
 from peers.ray_data import StreamingSplit
 from peers.torch_loader import ImageLoader
-from turns import SMOKE, Loader, Pass, Rounds, Run, Timed, host, interleaved
+from rank_streams import HeavyStream, RayStream
 
 IMAGES, FILES, BATCH_SIZE, EPOCHS, CPUS = 4096, 16, 64, 2, 2
 NOTE = (
@@ -28,7 +37,7 @@ NOTE = (
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     path = str(folder / "images")
-    images, files, rounds = (128, 2, SMOKE) if smoke else (IMAGES, FILES, Rounds(counted=4))
+    images, files, rounds = (128, 2, SMOKE_ROUNDS) if smoke else (IMAGES, FILES, Rounds(counted=4))
     write_images(Path(path), images, files)
     loaders: dict[str, Loader] = {
         "trainwright": HeavyStream(path=path, batch_size=BATCH_SIZE, function=shrink, cpus=CPUS),
@@ -38,31 +47,31 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         "train=ds": RayStream(path=path, batch_size=BATCH_SIZE, cpus=CPUS, function=shrink, blocks=files),
         "DataLoader": ImageLoader(path=path, batch_size=BATCH_SIZE, workers=CPUS),
     }
-    with host(cluster=True) as cluster, host() as alone:
-        hosts = {name: alone if name == "DataLoader" else cluster for name in loaders}
-        turns = {name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}
-        passes = interleaved(turns, rounds)
-    ours = passes.pop("trainwright")
-    streamed = passes.pop("train=ds")
+    with start_process(cluster=True) as cluster, start_process() as process:
+        runners = {name: process if name == "DataLoader" else cluster for name in loaders}
+        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
+        times = run_interleaved(turns, rounds)
+    ours = times.pop("trainwright")
+    streamed = times.pop("train=ds")
     targets = {"streaming_split": 1 / 3, "DataLoader": 1.0}
     return [
         compare("data_heavy", f"{what}, against {name}", "ms/row", first(ours), first(peers), target=targets[name])
-        for name, peers in passes.items()
+        for name, peers in times.items()
         for what, first in (("whole", _whole), ("later epoch", _later))
     ] + [
         compare("data_heavy", f"{what}, Ray Dataset as train=, against streaming_split", "ms/row", first(streamed),
-                first(passes["streaming_split"]), target=0.9)
+                first(times["streaming_split"]), target=0.9)
         for what, first in (("whole", _whole), ("later epoch", _later))
     ]  # fmt: skip
 
 
-def _turn(run: Run, loader: Loader, rounds: Rounds) -> Callable[[], list[Pass]]:
-    return lambda: run(Timed(loader=loader, epochs=EPOCHS, touched_bytes=rounds.touched_bytes))
+def _turn(run: ProcessRunner, loader: Loader, rounds: Rounds) -> Callable[[], list[EpochTimes]]:
+    return lambda: run(LoaderTimer(loader=loader, epochs=EPOCHS, touched_bytes=rounds.touched_bytes))
 
 
-def _whole(turns: list[list[Pass]]) -> list[float]:
+def _whole(turns: list[list[EpochTimes]]) -> list[float]:
     return [1e3 * sum(one.wall_s for one in turn) / sum(one.rows for one in turn) for turn in turns]
 
 
-def _later(turns: list[list[Pass]]) -> list[float]:
+def _later(turns: list[list[EpochTimes]]) -> list[float]:
     return [1e3 * turn[-1].wall_s / turn[-1].rows for turn in turns]

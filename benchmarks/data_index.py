@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from figures import Figure, compare
-from turns import host
+from loader_processes import start_process
 
 import trainwright as tw
 from trainwright.datasets import metadata_cache
@@ -45,10 +45,10 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     files, rows, documents = (8, 12_800, 2000) if smoke else (FILES, ROWS, DOCUMENTS)
     figures = [*_footers(folder, files), *_labels(rows)]
     write_documents(folder / "documents.parquet", documents)
-    with host(cluster=True) as cluster:
+    with start_process(cluster=True) as cluster:
         tasks = cluster(Filtered(path=str(folder / "documents.parquet"), tasks=True))
-    with host() as alone:
-        here = alone(Filtered(path=str(folder / "documents.parquet"), tasks=False))
+    with start_process() as process:
+        here = process(Filtered(path=str(folder / "documents.parquet"), tasks=False))
     return [*figures, compare("data_index", "filter, against one process", "s", [tasks], [here])]
 
 

@@ -9,15 +9,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from feeds import LightStream, RayStream
 from figures import Figure, compare
 from float_table import FEATURES, GROUP_ROWS, files_of, write_table
+from loader_processes import (
+    SMOKE_ROUNDS,
+    EpochTimes,
+    Loader,
+    LoaderTimer,
+    ProcessRunner,
+    Rounds,
+    run_interleaved,
+    start_process,
+)
 from peers import litdata_chunks
 from peers.arrow_thread import ArrowThread
 from peers.ray_data import StreamingSplit
 from peers.tf_data import BUFFER_ROWS, Records, WriteRecords
 from peers.torch_loader import FloatLoader
-from turns import SMOKE, Loader, Pass, Rounds, Run, Timed, host, interleaved
+from rank_streams import LightStream, RayStream
 
 GROUPS, LARGE_GROUPS, BATCH_SIZE = 25, 90, 512
 LIMIT = 1 / 0.9
@@ -54,7 +63,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     write_table(table, groups)
     write_table(default, groups, plain=False)
     write_table(large, large_groups)
-    rounds = (SMOKE,) * 3 if smoke else tuple(Rounds(counted=count) for count in (8, 6, 4))
+    rounds = (SMOKE_ROUNDS,) * 3 if smoke else tuple(Rounds(counted=count) for count in (8, 6, 4))
     return [
         *_local(str(table), folder / "records", rounds[0]),
         *_core_times("default files", str(default), rounds[0], epochs=("first",)),
@@ -75,35 +84,36 @@ def _local(table: str, records: Path, rounds: Rounds) -> list[Figure]:
         "tf.data": Records(folder=records, batch_size=BATCH_SIZE),
     }
     with ExitStack() as stack:
-        hosts = {name: stack.enter_context(host()) for name in loaders}
-        hosts["tf.data"](WriteRecords(table=table, folder=records))
-        passes = interleaved({name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}, rounds)
-    return [_core_time("page cache", passes, "first"), *_walls("page cache", passes, limit=None)]
+        runners = {name: stack.enter_context(start_process()) for name in loaders}
+        runners["tf.data"](WriteRecords(table=table, folder=records))
+        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
+        times = run_interleaved(turns, rounds)
+    return [_core_time("page cache", times, "first"), *_walls("page cache", times, limit=None)]
 
 
 def _core_times(what: str, table: str, rounds: Rounds, epochs: tuple[Epoch, ...]) -> list[Figure]:
     """Another table from the page cache, against the limit alone."""
-    with host() as ours, host() as peer:
+    with start_process() as ours, start_process() as peer:
         turns = {
             "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
             "one pyarrow thread": _turn(peer, ArrowThread(path=table, batch_size=BATCH_SIZE), rounds),
         }
-        passes = interleaved(turns, rounds)
-    return [_core_time(what, passes, epoch) for epoch in epochs]
+        times = run_interleaved(turns, rounds)
+    return [_core_time(what, times, epoch) for epoch in epochs]
 
 
 def _litdata(table: str, folder: Path, rounds: Rounds) -> list[Figure]:
     """Against litdata, where it is installed."""
     if not litdata_chunks.INSTALLED:
         return []
-    with host() as ours, host() as peer:
+    with start_process() as ours, start_process() as peer:
         peer(litdata_chunks.WriteChunks(table=table, folder=folder))
         chunks = litdata_chunks.Chunks(folder=folder, batch_size=BATCH_SIZE, workers=2)
         turns = {
             "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
             "litdata, 2 workers": _turn(peer, chunks, rounds),
         }
-        return _walls("page cache", interleaved(turns, rounds), limit=None)
+        return _walls("page cache", run_interleaved(turns, rounds), limit=None)
 
 
 def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
@@ -124,9 +134,10 @@ def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
             "one pyarrow thread": ArrowThread(path="s3://bench/table", batch_size=BATCH_SIZE),
             "DataLoader, 2 workers": FloatLoader(path="s3://bench/table", batch_size=BATCH_SIZE, workers=2),
         }
-        hosts = {name: stack.enter_context(host()) for name in loaders}
-        passes = interleaved({name: _turn(hosts[name], loader, rounds) for name, loader in loaders.items()}, rounds)
-    return _walls("S3", passes, limit=LIMIT)
+        runners = {name: stack.enter_context(start_process()) for name in loaders}
+        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
+        times = run_interleaved(turns, rounds)
+    return _walls("S3", times, limit=LIMIT)
 
 
 def _on_ray(table: str, large: str, rounds: Rounds) -> list[Figure]:
@@ -135,47 +146,47 @@ def _on_ray(table: str, large: str, rounds: Rounds) -> list[Figure]:
     def split(path: str) -> StreamingSplit:
         return StreamingSplit(path=path, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
 
-    with host() as ours, host(cluster=True) as cluster:
+    with start_process() as ours, start_process(cluster=True) as cluster:
         turns = {
             "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
             "streaming_split": _turn(cluster, split(table), rounds),
             "train=ds": _turn(cluster, RayStream(path=table, batch_size=BATCH_SIZE, cpus=2), rounds),
         }
-        passes = interleaved(turns, rounds)
+        times = run_interleaved(turns, rounds)
         long = {
             "trainwright": _turn(cluster, RayStream(path=large, batch_size=BATCH_SIZE, cpus=2), rounds),
             "streaming_split": _turn(cluster, split(large), rounds),
         }
-        many = interleaved(long, rounds)
-        streamed = {"trainwright": passes.pop("train=ds"), "streaming_split": passes["streaming_split"]}
+        many = run_interleaved(long, rounds)
+        streamed = {"trainwright": times.pop("train=ds"), "streaming_split": times["streaming_split"]}
         return [
-            *_walls("page cache", passes, limit=None),
+            *_walls("page cache", times, limit=None),
             *_walls("page cache, Ray Dataset as train=", streamed, limit=None, target=STREAM_TARGET),
             *_walls("large, Ray Dataset as train=", many, limit=None, target=STREAM_TARGET),
         ]
 
 
-def _turn(run: Run, loader: Loader, rounds: Rounds) -> Callable[[], list[Pass]]:
-    return lambda: run(Timed(loader=loader, epochs=2, touched_bytes=rounds.touched_bytes))
+def _turn(run: ProcessRunner, loader: Loader, rounds: Rounds) -> Callable[[], list[EpochTimes]]:
+    return lambda: run(LoaderTimer(loader=loader, epochs=2, touched_bytes=rounds.touched_bytes))
 
 
-def _core_time(where: str, passes: Mapping[str, list[list[Pass]]], epoch: Epoch) -> Figure:
+def _core_time(where: str, times: Mapping[str, list[list[EpochTimes]]], epoch: Epoch) -> Figure:
     """The limit, for each core used."""
     number = EPOCHS.index(epoch)
-    ours = [1e6 * turn[number].cpu_s / turn[number].rows for turn in passes["trainwright"]]
-    peers = [1e6 * turn[number].wall_s / turn[number].rows for turn in passes["one pyarrow thread"]]
+    ours = [1e6 * turn[number].cpu_s / turn[number].rows for turn in times["trainwright"]]
+    peers = [1e6 * turn[number].wall_s / turn[number].rows for turn in times["one pyarrow thread"]]
     what = f"{where}, {epoch} epoch, core time, against one pyarrow thread"
     return compare("data_light", what, "us/row", ours, peers, target=LIMIT)
 
 
 def _walls(
-    where: str, passes: Mapping[str, list[list[Pass]]], *, limit: float | None, target: float = 1.0
+    where: str, times: Mapping[str, list[list[EpochTimes]]], *, limit: float | None, target: float = 1.0
 ) -> list[Figure]:
     """Wall time of both epochs, against each peer; `limit` is the target against the pyarrow thread."""
     figures = []
-    for name, peers in passes.items():
+    for name, peers in times.items():
         for number, epoch in enumerate(EPOCHS) if name != "trainwright" else ():
-            ours = [1e6 * turn[number].wall_s / turn[number].rows for turn in passes["trainwright"]]
+            ours = [1e6 * turn[number].wall_s / turn[number].rows for turn in times["trainwright"]]
             theirs = [1e6 * turn[number].wall_s / turn[number].rows for turn in peers]
             bound = limit if name == "one pyarrow thread" else target
             what = f"{where}, {epoch} epoch, against {name}"

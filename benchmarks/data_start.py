@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from feeds import HeavyStream, LightStream
 from figures import Figure, compare
 from float_table import GROUP_ROWS, ROW_BYTES, write_table
 from images import shrink, write_images
-from turns import host
+from loader_processes import start_process
+from rank_streams import HeavyStream, LightStream
 
 from trainwright.core.data import Feed
 from trainwright.datasets.sample_order import MEMORY_BYTES
@@ -44,13 +44,13 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     light = LightStream(path=str(folder / "table"), batch_size=512)
     large = LightStream(path=str(folder / "large"), batch_size=512)
     heavy = HeavyStream(path=str(folder / "images"), batch_size=64, function=shrink, cpus=2)
-    with host() as alone:
-        memory = alone(PeakMemory(path=str(folder / "large")))
-    with host() as alone:
-        figures = [_start("light path", alone(LightWaits(loader=light, epochs=2 if smoke else 8)))]
-    with host() as alone:
-        figures.append(_start("light path, large", alone(LightWaits(loader=large, epochs=2 if smoke else 5))))
-    with host(cluster=True) as cluster:
+    with start_process() as process:
+        memory = process(PeakMemory(path=str(folder / "large")))
+    with start_process() as process:
+        figures = [_start("light path", process(LightWaits(loader=light, epochs=2 if smoke else 8)))]
+    with start_process() as process:
+        figures.append(_start("light path, large", process(LightWaits(loader=large, epochs=2 if smoke else 5))))
+    with start_process(cluster=True) as cluster:
         figures.append(_start("heavy path", cluster(HeavyWaits(loader=heavy, epochs=2 if smoke else 5))))
     bound = (MEMORY_BYTES + IN_FLIGHT_BYTES) / 2**20
     what = "memory, light path, against its bound"

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from fashion_table import sample_data, write_splits
-from feeds import ONE_RANK
 from figures import Figure, compare
+from rank_streams import ONE_RANK
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import turns
-from feeds import ONE_RANK, epochs_of
 from figures import Figure, compare
+from loader_processes import SMOKE_ROUNDS, EpochTimes, LoaderTimer, Rounds, run_interleaved, start_process
 from problem import CLASSES, FEATURES, data
+from rank_streams import ONE_RANK, iterate_epochs
 from torch import nn
-from turns import Pass, Rounds, Timed, host, interleaved
 
 import trainwright as tw
 from trainwright.datasets.loading.batch_loader import BatchLoader
@@ -54,7 +53,7 @@ class Size:
     stage: Rounds
 
 
-FULL, SMOKE = Size(rows=ROWS, stage=Rounds(counted=2)), Size(rows=2048, stage=turns.SMOKE)
+FULL, SMOKE = Size(rows=ROWS, stage=Rounds(counted=2)), Size(rows=2048, stage=SMOKE_ROUNDS)
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
@@ -79,7 +78,7 @@ class Taught:
         recipes = [make_pipeline_spec(taught, index, **shared)] if self.cpus else []
         fetcher = start_delivery(recipes, cpus=self.cpus)[0] if recipes else None
         try:
-            yield from epochs_of(BatchLoader(taught, index, feeding=ONE_RANK, fetcher=fetcher, **shared), count)
+            yield from iterate_epochs(BatchLoader(taught, index, feeding=ONE_RANK, fetcher=fetcher, **shared), count)
         finally:
             if fetcher is not None:
                 fetcher.close()
@@ -87,24 +86,24 @@ class Taught:
 
 def _stage(size: Size) -> Figure:
     """A row through the teacher in an actor, beside the same in the process that takes it."""
-    with host(cluster=True) as cluster, host() as alone:
-        passes = interleaved(
+    with start_process(cluster=True) as cluster, start_process() as process:
+        times = run_interleaved(
             {
                 "actor": lambda: cluster(_timed(size, cpus=1.0)),
-                "plain": lambda: alone(_timed(size, cpus=0.0)),
+                "plain": lambda: process(_timed(size, cpus=0.0)),
             },
             size.stage,
         )
     what = "stage: the teacher in an actor, against a plain function"
     return compare(
-        "distilling", what, "ms/row", *([_row_ms(one) for one in passes[name]] for name in ("actor", "plain"))
+        "distilling", what, "ms/row", *([_row_ms(one) for one in times[name]] for name in ("actor", "plain"))
     )
 
 
-def _timed(size: Size, cpus: float) -> Timed:
+def _timed(size: Size, cpus: float) -> LoaderTimer:
     loader = Taught(rows=size.rows, cpus=cpus)
-    return Timed(loader=loader, epochs=2, touched_bytes=size.stage.touched_bytes)
+    return LoaderTimer(loader=loader, epochs=2, touched_bytes=size.stage.touched_bytes)
 
 
-def _row_ms(passes: list[Pass]) -> float:
-    return 1e3 * passes[-1].wall_s / passes[-1].rows
+def _row_ms(times: list[EpochTimes]) -> float:
+    return 1e3 * times[-1].wall_s / times[-1].rows

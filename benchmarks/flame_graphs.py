@@ -23,10 +23,10 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from duel import OurLoop, order_for
 from first_step import train_first
+from local_ranks import LocalRank, run_ranks
 from machine import ray_cluster, settle
-from party import Seat, together
+from paired_loops import WorkerLoop, worker_config_for
 from stamps import read_stamps
 
 from trainwright.core.events import Formed, Placed, RunStarted
@@ -69,10 +69,10 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        order = order_for(place, WARM_UP + STEPS, {"strategy": "data_parallel"})
-        step_s = together(order, partial(_watched_loop, folder=folder))[0]
+        config = worker_config_for(place, WARM_UP + STEPS, {"strategy": "data_parallel"})
+        step_s = run_ranks(config, partial(_watched_loop, folder=folder))[0]
         stacks = _read(folder / "step.txt")
-        loop = {stack: count for stack, count in stacks.items() if "run (duel" in stack}
+        loop = {stack: count for stack, count in stacks.items() if "run (paired_loops" in stack}
         print(f"A step of rank 0: {1e3 * step_s:.2f} ms")
         for name, share in _shares(loop, STEP):
             print(f"| {name} | {1e3 * step_s * share:.2f} ms |")
@@ -86,13 +86,13 @@ def main(folder: Path) -> None:
             print(f"| {name} | {seconds:.2f} s |")
 
 
-def _watched_loop(seat: Seat, folder: Path) -> float:
+def _watched_loop(local_rank: LocalRank, folder: Path) -> float:
     """Run the loop while py-spy samples this process on rank 0. Returns the mean seconds of a step."""
-    loop = OurLoop(seat.worker)
+    loop = WorkerLoop(local_rank.worker)
     loop.run(WARM_UP)
-    seat.meet()
-    spies = [] if seat.rank else [_spy(folder / "step", kind, ["--pid", str(os.getpid())]) for kind in KINDS]
-    seat.meet()
+    local_rank.wait_for_others()
+    spies = [] if local_rank.rank else [_spy(folder / "step", kind, ["--pid", str(os.getpid())]) for kind in KINDS]
+    local_rank.wait_for_others()
     begun = time.perf_counter()
     for _ in range(STEPS // 25):
         loop.run(25)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from figures import Figure, compare
 from gpu_step import BATCH, DEVICE, ON_GPU, SMOKE, Decoder, Size, adam, losses, sheet, words
-from party import GENERATION, decided, machine, order_of
+from local_ranks import GENERATION, choose_plan, one_node_cluster, worker_config_of
 from problem import job
 
 import trainwright as tw
@@ -53,7 +53,7 @@ NOTE = (
 class Ordered:
     """What a process does, with its end of a pipe."""
 
-    worker: WorkerConfig
+    config: WorkerConfig
     size: Size
     place: str
 
@@ -67,9 +67,9 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(words(size)),
         batch_size=BATCH, epochs=MANY // 4, workers=1, strategy="one_device", precision="bf16",
     )  # fmt: skip
-    cluster = tw.Cluster.parse(f"1x{sheet().name}") if ON_GPU else machine(1)
+    cluster = tw.Cluster.parse(f"1x{sheet().name}") if ON_GPU else one_node_cluster(1)
     with tempfile.TemporaryDirectory(dir=MEMORY) as place:
-        ordered = Ordered(worker=order_of(wanted, decided(wanted, cluster)), size=size, place=place)
+        ordered = Ordered(config=worker_config_of(wanted, choose_plan(wanted, cluster)), size=size, place=place)
         before = _used_bytes()
         pairs = [(_taken_over(ordered), _started_again(ordered)) for _ in range(1 if smoke else PAIRS)]
         after = _used_bytes()
@@ -126,7 +126,7 @@ def _taken_over(ordered: Ordered) -> float:
 
 def _victim(pipe: Connection, ordered: Ordered) -> None:
     """Train, copy the state to memory, tell which copy, and train until it is killed."""
-    worker = Worker(ordered.worker, "node")
+    worker = Worker(ordered.config, "node")
     worker.form(_group(worker, ordered, GENERATION))
     worker.heal(RestorePlan(step=0, source="initial"))
     worker.run(RunRequest(steps=range(STEPS - 1)))
@@ -139,7 +139,7 @@ def _victim(pipe: Connection, ordered: Ordered) -> None:
 def _standby(pipe: Connection, ordered: Ordered) -> None:
     """Rehearse as a spare does, which sees no GPU; take the rank when told."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    worker = Worker(ordered.worker, "node")
+    worker = Worker(ordered.config, "node")
     worker.rehearse()
     pipe.send(None)
     kept: MemoryCheckpoint = pipe.recv()
@@ -153,7 +153,7 @@ def _standby(pipe: Connection, ordered: Ordered) -> None:
 def _group(worker: Worker, ordered: Ordered, generation: Generation) -> Group:
     """A group of one rank, on the GPU where the plan is for one."""
     peer = Peer(rank=0, address=worker.reserve(ReserveRequest(generation=generation)))
-    placement = ordered.worker.plan.placement
+    placement = ordered.config.plan.placement
     on_gpu = placement.accelerator == "GPU"
     return Group(
         generation=generation,

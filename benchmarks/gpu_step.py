@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from duel import BLOCK, Loop, Turns, blocks, turns_of
 from figures import Figure, compare, versus
-from party import Seat, decided, machine, order_of, together
+from local_ranks import LocalRank, choose_plan, one_node_cluster, run_ranks, worker_config_of
+from paired_loops import BLOCK, BlockPairs, Loop, block_pairs, measure_blocks
 from problem import job
 from torch import nn
 from torch.nn import functional
@@ -104,39 +104,39 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         raise SystemExit("gpu_step measures a GPU, and torch finds none here; --smoke runs a small model on the CPU")
     size, found = SMOKE if smoke else FULL, sheet()
     what = "whole block per step, against a loop by hand"
-    order, estimated_bytes = _order(folder, size, found, compiled=False)
-    times = _block_ms(order, size, turns_of(PAIRS, smoke=smoke), compiled=False)
+    config, estimated_bytes = _make_config(folder, size, found, compiled=False)
+    times = _block_ms(config, size, block_pairs(PAIRS, smoke=smoke), compiled=False)
     peaks = [[100 * size.operations / (each / 1e3) / found.rate("bf16") for each in one] for one in times]
     figures = [
         compare("gpu_step", what, "ms", *times, target=1.02, strict=True),
         compare("gpu_step", "share of the peak", "%", *peaks, ratio=False),
-        *_memory(order, estimated_bytes),
+        *_memory(config, estimated_bytes),
     ]
     if ON_GPU:
-        order, _ = _order(folder, size, found, compiled=True)
-        times = _block_ms(order, size, turns_of(PAIRS, smoke=smoke), compiled=True)
+        config, _ = _make_config(folder, size, found, compiled=True)
+        times = _block_ms(config, size, block_pairs(PAIRS, smoke=smoke), compiled=True)
         figures.insert(1, compare("gpu_step", f"{what}, both compiled", "ms", *times, target=1.02, strict=True))
     return figures + _probed(found)
 
 
-def _order(folder: Path, size: Size, accelerator: Accelerator, *, compiled: bool) -> tuple[WorkerConfig, float]:
-    """What the driver would give its worker, and the bytes that the plan needs."""
+def _make_config(folder: Path, size: Size, accelerator: Accelerator, *, compiled: bool) -> tuple[WorkerConfig, float]:
+    """Return the configuration of the worker, as the driver would make it, and the bytes that the plan needs."""
     wanted = job(
         folder, model=partial(Decoder, size), loss=losses, optimizer=adam, train=tw.datasets.table(words(size)),
         batch_size=BATCH, epochs=EPOCHS, workers=1, strategy="one_device", precision="bf16",
         compile="inductor" if compiled else "auto",
     )  # fmt: skip
-    decision = decided(wanted, tw.Cluster.parse(f"1x{accelerator.name}") if ON_GPU else machine(1))
+    decision = choose_plan(wanted, tw.Cluster.parse(f"1x{accelerator.name}") if ON_GPU else one_node_cluster(1))
     assert decision.chosen.estimate is not None, "every plan of torch's has one"
     (estimated_bytes,) = decision.chosen.estimate.stage_memory_bytes
-    return order_of(wanted, decision), estimated_bytes
+    return worker_config_of(wanted, decision), estimated_bytes
 
 
-def _block_ms(order: WorkerConfig, size: Size, turns: Turns, *, compiled: bool) -> list[list[float]]:
+def _block_ms(config: WorkerConfig, size: Size, pairs: BlockPairs, *, compiled: bool) -> list[list[float]]:
     """Milliseconds per step of each block, of ours and of the loop by hand."""
     by_hand = partial(_by_hand, size, compiled)
-    ((ours, plain),) = together(order, partial(blocks, by_hand=by_hand, turns=turns))
-    return [[1e3 * block.whole_s / turns.steps for block in found] for found in (ours, plain)]
+    ((ours, plain),) = run_ranks(config, partial(measure_blocks, make_peer=by_hand, pairs=pairs))
+    return [[1e3 * block.whole_s / pairs.block_steps for block in found] for found in (ours, plain)]
 
 
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -166,18 +166,18 @@ def sheet() -> Accelerator:
     return found
 
 
-def _memory(order: WorkerConfig, estimated_bytes: float) -> list[Figure]:
+def _memory(config: WorkerConfig, estimated_bytes: float) -> list[Figure]:
     """The peak of torch's allocator beside the plan's estimate; nothing on the CPU, whose allocator counts no peak."""
     if not ON_GPU:
         return []
-    (peak,) = together(order, _peak)
+    (peak,) = run_ranks(config, _peak)
     return [versus("gpu_step", "memory", "GiB", peak / 2**30, estimated_bytes / 2**30, target=MEMORY_TARGET)]
 
 
-def _peak(seat: Seat) -> int:
+def _peak(local_rank: LocalRank) -> int:
     """The most bytes that torch had given out in a few steps."""
     torch.cuda.reset_peak_memory_stats()
-    seat.worker.run(RunRequest(steps=range(4)))
+    local_rank.worker.run(RunRequest(steps=range(4)))
     return torch.cuda.max_memory_allocated()
 
 

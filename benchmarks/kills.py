@@ -1,4 +1,4 @@
-"""Kills rank 1 of a training run again and again, and reads from the stamps what each kill cost."""
+"""Kill rank 1 of a training run several times, and measure from the time stamps what each kill cost."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from statistics import median
 
 from stamps import Stamp, Stamps, read_stamps, set_last
 
-LAST_STEPS = 10  # that a run goes on for after the last kill is recovered from
+LAST_STEPS = 10  # that a run trains on after it has recovered from the last kill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When rank 1 is killed: as it stamps a step that is `offset` past a multiple of `every`.
+    """When rank 1 is killed: once it has completed a step that is `offset` steps past a multiple of `every`.
 
     Attributes:
         kills: how many.
-        every: steps between checkpoints, and between kills at least.
+        every: steps between checkpoints, and the fewest steps between kills.
         offset: steps after a checkpoint.
+        pause_s: that each rank waits after each step.
         settled: steps that a process completes before it may be killed.
-        pause_s: that each rank waits after each stamped step.
     """
 
     kills: int
@@ -36,19 +36,19 @@ class Schedule:
     settled: int = 10
 
     def due(self, step: int, first: int, before: int) -> bool:
-        """Whether to kill at `step` a process that began with `first`, when the kill before was at `before`. Pure."""
+        """Return whether to kill a process at `step`; it began at `first`, the previous kill was at `before`. Pure."""
         return step >= max(before + self.every, first + self.settled) and step % self.every == self.offset
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What one kill cost.
+    """How a run recovered from one kill.
 
     Attributes:
-        next_step_s: from the kill to the next completed step that was not under way before it.
-        whole_s: from the kill to the first step that a newcomer completed.
-        replayed: completed steps that were computed once more.
-        step_s: what a step took before, the median of the victim's own, pauses included; 0 where it made one only.
+        next_step_s: from the kill to the next completed step that was not in progress before it.
+        whole_s: from the kill to the first step that the replacement process completed.
+        replayed: completed steps that were computed again.
+        step_s: median time of a step of the killed process, pauses included; 0 where it completed only one.
     """
 
     next_step_s: float
@@ -58,30 +58,46 @@ class Recovery:
 
 
 def recovery_of(stamps: list[Stamp], victim: Stamp, killed_s: float, pause_s: float) -> Recovery:
-    """What the kill of the process of `victim`'s rank and pid at `killed_s` cost. Pure."""
+    """Return how the run recovered from the kill of a process at `killed_s`. Pure.
+
+    Args:
+        stamps: of the whole run, in order of time.
+        victim: the newest stamp of the killed process.
+        killed_s: time of the kill, in seconds since the epoch.
+        pause_s: that each rank waits after each step.
+    """
     known = {stamp.pid for stamp in stamps if stamp.time_s <= killed_s}
     last = max(stamp for stamp in stamps if stamp.pid == victim.pid)
     after = [stamp for stamp in stamps if stamp.time_s > killed_s]
-    newcomer = next(stamp for stamp in after if stamp.pid not in known)
-    # In its pause a process has given nothing yet to the step that comes.
+    replacement = next(stamp for stamp in after if stamp.pid not in known)
+    # A process in its pause has not started the next step.
     new_step = last.step + (1 if killed_s - last.time_s < pause_s else 2)
     first = next(stamp for stamp in after if stamp.pid not in known or stamp.step >= new_step)
     return Recovery(
         next_step_s=first.time_s - killed_s,
-        whole_s=newcomer.time_s - killed_s,
-        replayed=max(0, last.step - newcomer.step + 1),
-        step_s=_pace([stamp.time_s for stamp in stamps if stamp.pid == victim.pid]),
+        whole_s=replacement.time_s - killed_s,
+        replayed=max(0, last.step - replacement.step + 1),
+        step_s=_median_step_s([stamp.time_s for stamp in stamps if stamp.pid == victim.pid]),
     )
 
 
-def _pace(times: list[float]) -> float:
+def _median_step_s(times: list[float]) -> float:
     return median(later - earlier for earlier, later in pairwise(times)) if len(times) > 1 else 0.0
 
 
-def measured(folder: Path, schedule: Schedule, run: Callable[[], None], ready: Callable[[int], bool]) -> list[Recovery]:
-    """What each kill costs the training that `run` starts and waits for; its processes stamp into `folder`.
+def measure_kills(
+    folder: Path, schedule: Schedule, run: Callable[[], None], ready: Callable[[int], bool]
+) -> list[Recovery]:
+    """Run a training, kill its rank 1 as scheduled, and return how it recovered from each kill.
 
-    `ready` says whether the next kill may come, or the end, after so many.
+    Args:
+        folder: in which the processes of the run stamp their steps.
+        schedule: of the kills.
+        run: starts the training and waits for its end.
+        ready: whether the run has recovered from so many kills, so that the next kill or the end may follow.
+
+    Raises:
+        RuntimeError: the run ended before the last kill.
     """
     killer = Killer(folder, schedule, ready)
     killer.start()
@@ -89,19 +105,19 @@ def measured(folder: Path, schedule: Schedule, run: Callable[[], None], ready: C
         run()
     finally:
         killer.stop()
-    if not killer.through:
+    if not killer.completed:
         raise RuntimeError(f"the run ended after {len(killer.kills)} of {schedule.kills} kills") from killer.error
     stamps = read_stamps(folder)
     return [recovery_of(stamps, victim, killed_s, schedule.pause_s) for victim, killed_s in killer.kills]
 
 
 class Killer(threading.Thread):
-    """Watches the stamps and kills the process of rank 1 when that is due; then tells the run to end.
+    """A thread that reads the stamps, kills the process of rank 1 when a kill is due, and then ends the run.
 
     Attributes:
-        kills: the newest stamp of each victim, and when it was killed.
-        through: whether every kill was done and recovered from.
-        error: what ended the thread too early.
+        kills: the newest stamp of each killed process, and when it was killed.
+        completed: whether the run has recovered from all kills.
+        error: that ended the thread too early.
     """
 
     def __init__(self, folder: Path, schedule: Schedule, ready: Callable[[int], bool]) -> None:
@@ -111,32 +127,32 @@ class Killer(threading.Thread):
         self._stopped = threading.Event()
         self._first: dict[int, int] = {}
         self.kills: list[tuple[Stamp, float]] = []
-        self.through = False
+        self.completed = False
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Until the run has recovered from the last kill, or is over."""
+        """Kill as scheduled, until the run has recovered from the last kill or has ended."""
         try:
             self._watch()
-        except Exception as error:  # told by the thread that waits for the run
+        except Exception as error:  # raised by the thread that waits for the run
             self.error = error
 
     def stop(self) -> None:
-        """The run is over."""
+        """Stop the thread, and wait for its end."""
         self._stopped.set()
         self.join()
 
     def _watch(self) -> None:
         while not self._stopped.wait(0.01):
-            dead = {victim.pid for victim, _ in self.kills}
-            fresh = [stamp for stamp in self._stamps.news() if stamp.rank == 1 and stamp.pid not in dead]
+            killed = {victim.pid for victim, _ in self.kills}
+            fresh = [stamp for stamp in self._stamps.read_new() if stamp.rank == 1 and stamp.pid not in killed]
             if not fresh:
                 continue
             if len(self.kills) == self._schedule.kills:
                 if not self._ready(len(self.kills)):
                     continue
                 set_last(self._folder, fresh[-1].step + LAST_STEPS)
-                self.through = True
+                self.completed = True
                 return
             before, newest = self.kills[-1][0].step if self.kills else 0, fresh[-1]
             first = self._first.setdefault(newest.pid, fresh[0].step)

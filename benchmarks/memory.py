@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Figure, versus
-from party import Seat, decided, machine, one_after_another, order_of
+from local_ranks import LocalRank, choose_plan, one_node_cluster, run_ranks_for_each, worker_config_of
 from problem import CLASSES, FEATURES, WIDE, job
 from torch import nn
 
@@ -58,10 +58,10 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
 def _case(folder: Path, name: str, fields: Mapping[str, Any], batch: int) -> list[Figure]:
     """Each rank of one plan."""
     wanted = job(folder, rows=batch, epochs=STEPS, batch_size=batch, model=build, **fields)
-    decision = decided(wanted, machine(fields.get("workers", 2)))
+    decision = choose_plan(wanted, one_node_cluster(fields.get("workers", 2)))
     plan = decision.chosen
     assert plan.estimate is not None, "every plan of torch's has one"
-    _, peaks = one_after_another([order_of(wanted, decision)] * 2, _steps, around=Allocations)
+    _, peaks = run_ranks_for_each([worker_config_of(wanted, decision)] * 2, _steps, context=Allocations)
     stages = [plan.mesh.stage_of(rank) for rank in range(len(peaks))]
     return [
         versus("memory", f"{name}, rank {rank}", "MiB", peak / 2**20, estimated / 2**20, target=TARGET)
@@ -70,9 +70,9 @@ def _case(folder: Path, name: str, fields: Mapping[str, Any], batch: int) -> lis
     ]
 
 
-def _steps(seat: Seat) -> int:
-    """Steps of one rank; the most bytes that it held in them."""
-    most: int = seat.watch.most(lambda: seat.worker.run(RunRequest(steps=range(STEPS))))
+def _steps(local_rank: LocalRank) -> int:
+    """Run the steps of one rank, and return the most bytes that it held in them."""
+    most: int = local_rank.context_value.most(lambda: local_rank.worker.run(RunRequest(steps=range(STEPS))))
     return most
 
 

@@ -1,4 +1,4 @@
-"""Ratios of interleaved pairs, with intervals. Pure."""
+"""Compute the ratio of paired measurements, with its confidence interval. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The median ratio of pairs, and the ends of its 95% interval."""
+    """The median ratio of the pairs, and the ends of its 95% confidence interval."""
 
     median: float
     low: float
@@ -20,7 +20,7 @@ class Ratio:
 
 
 def ratio_of(ours: Sequence[float], peers: Sequence[float]) -> Ratio:
-    """Ours over the peer's, pair by pair; the interval is a percentile bootstrap over pairs (Efron 1979).
+    """Return the ratio of ours over the peer's, pair by pair; the interval is a percentile bootstrap (Efron 1979).
 
     With fewer than six pairs no resampling can give a 95% interval: it is then no wider than the ratios themselves.
     """

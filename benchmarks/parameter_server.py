@@ -9,8 +9,8 @@ from pathlib import Path
 
 from exchanges import RATE, SERVERS, WORKERS, Cast, cast
 from figures import Figure, compare
+from loader_processes import SMOKE_ROUNDS, Rounds, run_interleaved
 from machine import ray_cluster
-from turns import SMOKE, Rounds, interleaved
 
 STORE_BYTES, SMOKE_STORE_BYTES = 4 * 2**30, 200 * 2**20
 NAMES = {
@@ -59,7 +59,7 @@ CASES = (
     Case(layers=10, ways=("shared", "sync", "tcp", "fp16"), steps=30, slow_steps=6, rounds=Rounds(counted=16)),
     Case(layers=100, ways=("shared", "tcp", "fp16"), steps=4, slow_steps=2, rounds=Rounds(counted=8)),
 )
-SMOKE_CASE = Case(layers=2, ways=("shared", "sync", "tcp", "fp16"), steps=2, slow_steps=1, rounds=SMOKE)
+SMOKE_CASE = Case(layers=2, ways=("shared", "sync", "tcp", "fp16"), steps=2, slow_steps=1, rounds=SMOKE_ROUNDS)
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
@@ -78,7 +78,7 @@ def _case(folder: Path, case: Case) -> list[Figure]:
     with cast(scene) as turn, parameter_server(sizes, WORKERS, RATE) as by_ray:
         ours = {way: partial(turn, way, case.slow_steps) for way in (*case.ways, "gloo")}
         fast = {way: partial(turn, way, case.steps) for way in ("shared", "sync", "copy") if way in (*ours, "copy")}
-        found = interleaved({**ours, **fast, "ray": partial(by_ray, case.slow_steps)}, case.rounds)
+        found = run_interleaved({**ours, **fast, "ray": partial(by_ray, case.slow_steps)}, case.rounds)
     return list(_figures(case, found))
 
 

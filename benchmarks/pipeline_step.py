@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from duel import BLOCK, Loop, Turns, blocks, duel, order_for, turns_of
 from figures import Figure, compare
-from party import together
+from local_ranks import run_ranks
+from paired_loops import BLOCK, BlockPairs, Loop, block_pairs, compare_loops, measure_blocks, worker_config_for
 from peers.plain_pipeline import PlainPipeline, StageAlone
 from problem import BATCH_SIZE, THREADS, build_deep
 
@@ -28,15 +28,15 @@ NOTE = (
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
-    against, turns = "torch's PipelineStage and Schedule1F1B", turns_of(60, smoke=smoke)
-    figures = duel("pipeline_step", folder, _by_hand, against, turns, plan=plan, model=build_deep)
-    return [*figures, _bound(folder / "bound", turns_of(20, smoke=smoke), plan)]
+    against, pairs = "torch's PipelineStage and Schedule1F1B", block_pairs(60, smoke=smoke)
+    figures = compare_loops("pipeline_step", folder, _by_hand, against, pairs, plan=plan, model=build_deep)
+    return [*figures, _bound(folder / "bound", block_pairs(20, smoke=smoke), plan)]
 
 
-def _bound(folder: Path, turns: Turns, plan: str) -> Figure:
+def _bound(folder: Path, pairs: BlockPairs, plan: str) -> Figure:
     """The step beside that of stages which never wait but for the pipeline to fill."""
-    order = order_for(folder, turns.total, {"plan": plan, "model": build_deep})
-    ranks = together(order, partial(blocks, by_hand=_alone, turns=turns))
+    config = worker_config_for(folder, pairs.total_steps, {"plan": plan, "model": build_deep})
+    ranks = run_ranks(config, partial(measure_blocks, make_peer=_alone, pairs=pairs))
     ours = [1e3 * block.median_s for block in ranks[0][0]]
     bound = [1e3 * max(both.median_s for both in pair) for pair in zip(*(alone for _, alone in ranks), strict=True)]
     what = f"median step, against the bound: slowest stage x (m + p - 1) / m, m = {MICRO_BATCHES}, p = 2"

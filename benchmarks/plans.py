@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from figures import Figure, apart, compare
-from party import Seat, decided, one_after_another, order_of
+from local_ranks import LocalRank, choose_plan, run_ranks_for_each, worker_config_of
 from problem import ROWS, job
 from six_models import MODELS, Case
 
@@ -60,7 +60,7 @@ class Tried:
     profile: ModelProfile
     cluster: Cluster
     plan: Plan
-    order: WorkerConfig
+    config: WorkerConfig
     decided: bool = False
     probed_s: float = 0.0
     steps_s: tuple[float, ...] = ()
@@ -110,12 +110,12 @@ def _asked(folder: Path, name: str, case: Case) -> list[Tried]:
         rows = ROWS if case.batch_size > 64 else ROWS // 2
         wanted = job(place, model=case.build, batch_size=case.batch_size, rows=rows, epochs=4, **fields)
         try:
-            decision = decided(wanted, cluster)
+            decision = choose_plan(wanted, cluster)
         except PlanError:
             continue  # it does not fit
         tried = Tried(
             model=name, profile=decision.profile, cluster=cluster, plan=decision.chosen, decided=fields is FREE,
-            order=order_of(wanted, decision),
+            config=worker_config_of(wanted, decision),
         )  # fmt: skip
         if tried.decided:
             found = [one for one in found if one.plan.name != tried.plan.name]
@@ -125,14 +125,14 @@ def _asked(folder: Path, name: str, case: Case) -> list[Tried]:
 
 def _measured(asked: Sequence[Tried], steps: int) -> list[float]:
     """Median seconds of a step of each, on the slowest rank."""
-    return [max(ranks) for ranks in one_after_another([one.order for one in asked], partial(_stepped, steps=steps))]
+    return [max(ranks) for ranks in run_ranks_for_each([one.config for one in asked], partial(_stepped, steps=steps))]
 
 
-def _stepped(seat: Seat, steps: int) -> float:
+def _stepped(local_rank: LocalRank, steps: int) -> float:
     """One rank's median step, without the first one."""
-    seat.meet()
-    seat.worker.run(RunRequest(steps=range(1 + steps)))
-    return median(seat.worker.watch(1, 0.0).step_s)
+    local_rank.wait_for_others()
+    local_rank.worker.run(RunRequest(steps=range(1 + steps)))
+    return median(local_rank.worker.watch(1, 0.0).step_s)
 
 
 def _figures(name: str, found: Sequence[Tried], calibration: tw.Calibration) -> list[Figure]:

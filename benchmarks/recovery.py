@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from contestants import Contest
 from figures import Figure, compare
 from kills import Recovery, Schedule
 from machine import ray_cluster, settle
 from peers import torchft_ddp
+from recovery_runs import RecoveryRuns
 
 KILLS, PAUSE_S, CHECKPOINT_STEPS, AFTER_STEPS = 7, 0.1, 20, 13
 TARGET, LIMIT_S = 1 / 12, 0.6
@@ -45,34 +45,34 @@ NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return figures_of("recovery", contest(folder, workers=2, smoke=smoke))
+    return figures_of("recovery", measure_all(folder, workers=2, smoke=smoke))
 
 
 def schedule_of(*, smoke: bool) -> Schedule:
-    """When rank 1 is killed."""
+    """Return when rank 1 is killed."""
     if smoke:
         return Schedule(kills=1, every=4, offset=2, pause_s=PAUSE_S, settled=2)
     return Schedule(kills=KILLS, every=CHECKPOINT_STEPS, offset=AFTER_STEPS, pause_s=PAUSE_S)
 
 
-def contest(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Recovery]]:
-    """What each kill cost each of them. Those that need no Ray run without a Ray cluster beside them.
+def measure_all(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Recovery]]:
+    """Measure how each library recovers from each kill. A library that needs no Ray runs before the cluster starts.
 
-    In a smoke run with more than two workers, only torchrun and one spare: the others run the same code with two.
+    A smoke run with more than two workers measures only torchrun and one spare: with two, all others run the same code.
     """
     schedule, few = schedule_of(smoke=smoke), smoke and workers > 2
-    all_in = Contest(workers=workers, schedule=schedule)
-    found = {"torchrun": _after_rest(all_in.torchrun, folder / "torchrun")}
+    runs = RecoveryRuns(workers=workers, schedule=schedule)
+    found = {"torchrun": _after_rest(runs.run_torchrun, folder / "torchrun")}
     if torchft_ddp.INSTALLED and not few:
-        found["torchft"] = _after_rest(all_in.torchft, folder / "torchft")
+        found["torchft"] = _after_rest(runs.run_torchft, folder / "torchft")
     with ray_cluster(cpus=workers):
-        found["spare"] = _after_rest(lambda place: all_in.ours(place, spares=1), folder / "spare")
+        found["spare"] = _after_rest(lambda place: runs.run_trainwright(place, spares=1), folder / "spare")
         if few:
             return found
-        found["TorchTrainer"] = _after_rest(all_in.ray_train, folder / "ray_train")
-        found["none"] = _after_rest(lambda place: all_in.ours(place, spares=0), folder / "none")
+        found["TorchTrainer"] = _after_rest(runs.run_ray_train, folder / "ray_train")
+        found["none"] = _after_rest(lambda place: runs.run_trainwright(place, spares=0), folder / "none")
         shrinking = {"spares": 0, "min_workers": 1, "on_loss": "shrink"}
-        found["shrink"] = _after_rest(lambda place: all_in.ours(place, **shrinking), folder / "shrink")
+        found["shrink"] = _after_rest(lambda place: runs.run_trainwright(place, **shrinking), folder / "shrink")
     return found
 
 

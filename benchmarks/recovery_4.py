@@ -6,7 +6,7 @@ from pathlib import Path
 
 from figures import Figure
 from recovery import NOTE as _NOTE
-from recovery import contest, figures_of
+from recovery import figures_of, measure_all
 
 NOTE = (
     "As `recovery`, with four workers, a quarter of the batch for each; on a machine of two cores they share these. "
@@ -16,4 +16,4 @@ NOTE = (
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return figures_of("recovery_4", contest(folder, workers=3 if smoke else 4, smoke=smoke))
+    return figures_of("recovery_4", measure_all(folder, workers=3 if smoke else 4, smoke=smoke))

@@ -7,11 +7,11 @@ from itertools import chain
 from pathlib import Path
 
 from bandwidth import BROADCAST_BYTES, broadcast_bytes_per_s
-from contestants import STEPS, Contest
 from figures import Figure, compare
 from kills import Schedule
 from machine import ray_cluster
 from problem import CLASSES, FEATURES
+from recovery_runs import STEPS, RecoveryRuns
 from stamps import stamping
 from torch import nn
 
@@ -44,8 +44,8 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     own = folder / "ours"
     fields = {"model": partial(build_large, width, layers), "batch_size": BATCH_SIZE, "checkpoint_steps": STEPS}
     with ray_cluster():
-        contest = Contest(workers=2, schedule=schedule)
-        found = contest.ours(own, spares=1, optimizer=stamping(own, fused=True), **fields)
+        runs = RecoveryRuns(workers=2, schedule=schedule)
+        found = runs.run_trainwright(own, spares=1, optimizer=stamping(own, fused=True), **fields)
     ours = [item.next_step_s for item in found]
     beyond = [max(0.0, item.next_step_s - item.step_s) for item in found]
     limit, alone = [LIMIT_S + TIMES * broadcast_s] * len(ours), [broadcast_s] * len(ours)

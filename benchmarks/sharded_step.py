@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
+from paired_loops import BLOCK, Loop, block_pairs, compare_loops
 from peers.plain_fsdp import PlainSharded
 from problem import BATCH_SIZE, THREADS
 
@@ -22,7 +22,7 @@ NOTE = (
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return duel("sharded_step", folder, _by_hand, "FSDP2", turns_of(60, smoke=smoke), plan="fsdp=2")
+    return compare_loops("sharded_step", folder, _by_hand, "FSDP2", block_pairs(60, smoke=smoke), plan="fsdp=2")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from alone import CLASSES, HIDDEN, Crew, Ended, Setup
 from figures import Figure
+from local_servers import CLASSES, HIDDEN, RunMeasurement, RunSettings, ServerProcesses
 from pairs import Ratio
 
 from trainwright.core.data import Columns
@@ -43,12 +43,14 @@ class Case:
         slow = f"one of {WORKERS} {self.slower:g} times slower" if self.slower > 1 else "equal workers"
         return f"{self.rule}, {slow}"
 
-    def measured(self, crew: Crew) -> Ended:
+    def measured(self, pool: ServerProcesses) -> RunMeasurement:
         """By processes."""
         pauses_s = (*[PAUSE_S] * (WORKERS - 1), self.slower * PAUSE_S)
-        return crew.run(Setup(workers=WORKERS, share=SHARE, steps=self.steps, consistency=self.rule, pauses_s=pauses_s))
+        return pool.run(
+            RunSettings(workers=WORKERS, share=SHARE, steps=self.steps, consistency=self.rule, pauses_s=pauses_s)
+        )
 
-    def simulated(self, alone: Ended, between_s: float) -> SimulationResult:
+    def simulated(self, alone: RunMeasurement, between_s: float) -> SimulationResult:
         """By `trainwright simulate`, where a usual worker does a unit as one that was alone did."""
         unit_s = float(np.mean(alone.steps_s)) - between_s
         low, high = np.percentile(np.log(alone.steps_s), (16, 84))  # what is rare would hide how regular they are
@@ -67,24 +69,24 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     steps, rules, times = (10, RULES[::3], 1) if smoke else (STEPS, RULES, TIMES)
     data = _data(steps)
     figures = []
-    with Crew(data, data, count=1 + WORKERS) as crew:
-        alone = crew.run(_short(1, steps))
-        crowd = crew.run(_short(WORKERS, steps))
+    with ServerProcesses(data, data, count=1 + WORKERS) as pool:
+        alone = pool.run(_short(1, steps))
+        crowd = pool.run(_short(WORKERS, steps))
         for slower in (1.0, float(SLOWER)):
             for rule in rules:
                 case = Case(rule=rule, slower=slower, steps=steps)
-                runs = [case.measured(crew) for _ in range(times)]
+                runs = [case.measured(pool) for _ in range(times)]
                 figures += _figures(case, runs, case.simulated(alone, crowd.between_s))
     return figures
 
 
-def _short(workers: int, steps: int) -> Setup:
+def _short(workers: int, steps: int) -> RunSettings:
     """Half as many steps of so many equal workers, which wait for nobody."""
     pauses_s = (PAUSE_S,) * workers
-    return Setup(workers=workers, share=SHARE, steps=steps // 2, consistency="async", pauses_s=pauses_s)
+    return RunSettings(workers=workers, share=SHARE, steps=steps // 2, consistency="async", pauses_s=pauses_s)
 
 
-def _figures(case: Case, runs: Sequence[Ended], simulated: SimulationResult) -> list[Figure]:
+def _figures(case: Case, runs: Sequence[RunMeasurement], simulated: SimulationResult) -> list[Figure]:
     """Throughput and staleness."""
     steps_s = [run.samples_s / (SHARE * WORKERS) for run in runs]
     off = [max(simulated.steps_per_s / one, one / simulated.steps_per_s) for one in steps_s]

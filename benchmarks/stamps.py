@@ -1,7 +1,8 @@
-"""When steps were completed, told by the optimizer itself: the same clock and the same code for ours and for peers.
+"""Record when each process completes an optimizer step, with the same code and clock for trainwright and its peers.
 
 A hook that runs right after each `optimizer.step()` appends a line to a file of the process: time.time(), rank, process
-id and the optimizer's own count of steps, which checkpoints carry. So a step that is done again after a restart shows.
+id and the optimizer's own step count, which checkpoints save. So the file shows a step that is computed again after a
+restart.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import distributed, nn
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Stamp:
-    """A completed optimizer step. `step` counts from 1, over restarts; `time_s` is seconds since the epoch."""
+    """A completed optimizer step. `step` counts from 1, across restarts; `time_s` is seconds since the epoch."""
 
     time_s: float
     rank: int
@@ -31,9 +32,13 @@ class Stamp:
 def stamping(
     folder: Path | str, pause_s: float = 0.0, rank: int | None = None, *, fused: bool | None = None
 ) -> OptimizerOf:
-    """A builder of an AdamW that stamps its steps into `folder` and then pauses, so that a fast job can be watched.
+    """Return a builder of an AdamW that records its steps in `folder`.
 
-    The rank is that of the process group, where none is given; a trial without a group leaves no stamps.
+    Args:
+        folder: for a file of each process.
+        pause_s: that the optimizer waits after each step, so that a fast job can be observed.
+        rank: to record; None for that of the process group, without which nothing is recorded.
+        fused: as torch's AdamW takes it.
     """
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -58,40 +63,40 @@ def stamping(
 
 
 class Stamps:
-    """Reads what was stamped into a folder, each line once."""
+    """A reader of the stamps in a folder, which returns each of them once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[Path, int] = {}
+        self._offsets: dict[Path, int] = {}
 
-    def news(self) -> list[Stamp]:
-        """All since the last call, in order of time; a line that is still being written is left for the next."""
-        return sorted(stamp for path in self._folder.glob("*.stamps") for stamp in self._of(path))
+    def read_new(self) -> list[Stamp]:
+        """Return all stamps since the last call, in order of time. An incomplete line is left for the next call."""
+        return sorted(stamp for path in self._folder.glob("*.stamps") for stamp in self._read_file(path))
 
-    def _of(self, path: Path) -> Iterator[Stamp]:
+    def _read_file(self, path: Path) -> Iterator[Stamp]:
         with path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
+            file.seek(self._offsets.get(path, 0))
             lines = file.read().decode("ascii").splitlines(keepends=True)
         for line in lines:
             if line.endswith("\n"):
-                self._read[path] = self._read.get(path, 0) + len(line)
+                self._offsets[path] = self._offsets.get(path, 0) + len(line)
                 time_s, rank, pid, step = line.split()
                 yield Stamp(time_s=float(time_s), rank=int(rank), pid=int(pid), step=int(step))
 
 
 def read_stamps(folder: Path) -> list[Stamp]:
-    """All stamps so far, in order of time."""
-    return Stamps(folder).news()
+    """Return all stamps so far, in order of time."""
+    return Stamps(folder).read_new()
 
 
 def set_last(folder: Path, step: int) -> None:
-    """Tell every process of a run, well before it gets there, which step is the last."""
+    """Write the number of the last step to a file that all processes of a run read; well before they get there."""
     unseen = folder / "last.new"
     unseen.write_text(str(step), encoding="ascii")
     unseen.rename(folder / "last")
 
 
 def is_last(folder: Path | str, step: int) -> bool:
-    """Whether a run that has completed this step is to end."""
+    """Return whether a run ends after this step."""
     file = Path(folder, "last")
     return file.exists() and step >= int(file.read_text(encoding="ascii"))

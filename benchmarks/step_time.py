@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
+from paired_loops import BLOCK, Loop, block_pairs, compare_loops
 from peers.plain_ddp import PlainLoop
 from problem import BATCH_SIZE, THREADS, WORKERS
 
@@ -24,7 +24,8 @@ NOTE = (
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
-    return duel("step_time", folder, _by_hand, "plain DDP", turns_of(150, smoke=smoke), strategy="data_parallel")
+    pairs = block_pairs(150, smoke=smoke)
+    return compare_loops("step_time", folder, _by_hand, "plain DDP", pairs, strategy="data_parallel")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:

@@ -11,8 +11,8 @@ os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 import numpy as np
 import tensorflow as tf
-from feeds import ONE_RANK
 from figures import Figure, compare
+from rank_streams import ONE_RANK
 
 import trainwright as tw
 from trainwright.core.engine import Collation

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import keras_problem
-from contestants import STEPS, Contest
 from figures import Figure
-from kills import Recovery, Schedule, measured
+from kills import Recovery, Schedule, measure_kills
 from machine import ray_cluster, settle
 from problem import WORKERS
 from recovery import AFTER_STEPS, CHECKPOINT_STEPS, KILLS, NEXT, PAUSE_S, again, next_s, schedule_of, timed
+from recovery_runs import STEPS, RecoveryRuns
 
 TARGET = 1 / 3
 AGAINST = "against TensorflowTrainer"
@@ -44,7 +44,7 @@ def _ours(folder: Path, schedule: Schedule) -> list[Recovery]:
         "strategy": "tf_multi_worker_mirrored",
         "keeper_s": 1.0,
     }
-    return Contest(workers=WORKERS, schedule=schedule).ours(folder, spares=WORKERS, **described)
+    return RecoveryRuns(workers=WORKERS, schedule=schedule).run_trainwright(folder, spares=WORKERS, **described)
 
 
 def _ray_train(folder: Path, schedule: Schedule) -> list[Recovery]:
@@ -53,10 +53,10 @@ def _ray_train(folder: Path, schedule: Schedule) -> list[Recovery]:
     folder.mkdir()
     settings = ray_train_tf.Settings(
         steps=STEPS,
-        rows=Contest(workers=WORKERS, schedule=schedule).rows,
+        rows=RecoveryRuns(workers=WORKERS, schedule=schedule).rows,
         stamps=str(folder),
         pause_s=schedule.pause_s,
         checkpoint_steps=schedule.every,
         max_failures=2 * schedule.kills,
     )
-    return measured(folder, schedule, lambda: ray_train_tf.fit(folder, settings), lambda kills: True)
+    return measure_kills(folder, schedule, lambda: ray_train_tf.fit(folder, settings), lambda kills: True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import keras_problem
-from duel import BLOCK, Loop, duel, turns_of
 from figures import Figure
+from paired_loops import BLOCK, Loop, block_pairs, compare_loops
 from problem import THREADS, WORKERS
 
 from trainwright.worker.worker import Worker
@@ -26,8 +26,8 @@ NOTE = (
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     described = {**keras_problem.FIELDS, "strategy": "tf_multi_worker_mirrored"}
-    turns = turns_of(60, smoke=smoke)
-    return duel("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", turns, **described)
+    pairs = block_pairs(60, smoke=smoke)
+    return compare_loops("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", pairs, **described)
 
 
 def _by_hand(worker: Worker, _rank: int) -> Loop:

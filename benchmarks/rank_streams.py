@@ -1,4 +1,4 @@
-"""trainwright's side of the data benchmarks: a stream for one rank, as a worker makes it."""
+"""Stream data to one rank in the data benchmarks, as trainwright's worker does."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from trainwright.datasets.loading.batch_loader import BatchLoader
 ONE_RANK = FeedAssignment(data_ranks=range(1), total=1)
 
 
-def rows_of(feed: Feed) -> int:
-    """Rows that the one rank is fed."""
+def count_rows(feed: Feed) -> int:
+    """Return the number of rows of a feed."""
     return sum(batch.rows for part in feed.parts for batch in part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LightStream:
-    """A parquet folder, shuffled, read in the consumer's process."""
+    """A loader of a parquet folder, shuffled, which reads in the consumer's process."""
 
     path: str
     batch_size: int
 
     def stream(self, epochs: int) -> BatchLoader:
-        """A new stream; it looks up the index."""
+        """Return a new stream; it reads the index of the folder."""
         dataset = tw.datasets.parquet(self.path)
         return BatchLoader(dataset, batch_size=self.batch_size, epochs=epochs, feeding=ONE_RANK)
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
-        """One stream over all epochs."""
-        yield from epochs_of(self.stream(count), count)
+        """Yield the rows of each batch, epoch by epoch, from one stream."""
+        yield from iterate_epochs(self.stream(count), count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyStream:
-    """A parquet folder with a heavy transform on Ray Data; a cluster must be up."""
+    """A loader of a parquet folder with a heavy transform on Ray Data. It needs a running cluster."""
 
     path: str
     batch_size: int
@@ -46,7 +46,7 @@ class HeavyStream:
     cpus: float
 
     def stream(self, epochs: int) -> tuple[BatchLoader, Any]:
-        """A new stream, and its fetcher, to be closed."""
+        """Return a new stream and its fetcher, which the caller closes."""
         from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec, start_delivery
 
         dataset = tw.datasets.parquet(self.path).map_batches(self.function, cpus=1)
@@ -56,21 +56,24 @@ class HeavyStream:
         return BatchLoader(dataset, index, feeding=ONE_RANK, fetcher=fetcher, **shared), fetcher
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
-        """One feeder over all epochs."""
+        """Yield the rows of each batch, epoch by epoch, from one fetcher."""
         stream, fetcher = self.stream(count)
         try:
-            yield from epochs_of(stream, count)
+            yield from iterate_epochs(stream, count)
         finally:
             fetcher.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayStream:
-    """A Ray Dataset over a parquet folder as `train=` takes it, streamed; a cluster must be up.
+    """A loader of a Ray Dataset over a parquet folder, streamed as for `train=`. It needs a running cluster.
 
     Attributes:
-        function, function_rows: of map_batches, with one CPU for each call; None for none.
-        blocks: to read the folder as; None leaves it to Ray Data.
+        path: of the folder.
+        batch_size: in rows.
+        cpus: of the actor that streams.
+        function, function_rows: of map_batches, with one CPU for each call; None for no map_batches.
+        blocks: in which Ray Data reads the folder; None for its default.
     """
 
     path: str
@@ -81,7 +84,7 @@ class RayStream:
     blocks: int | None = None
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
-        """One actor over all epochs."""
+        """Yield the rows of each batch, epoch by epoch, from one actor."""
         import ray.data
 
         from trainwright.datasets.ray_data.block_stream import start_streams
@@ -96,13 +99,13 @@ class RayStream:
             dataset, index, batch_size=self.batch_size, epochs=count, feeding=ONE_RANK, rows=rows, columns=None
         )
         try:
-            yield from epochs_of(stream, count)
+            yield from iterate_epochs(stream, count)
         finally:
             handle.close()
 
 
-def epochs_of(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
-    """Rows of each batch, epoch by epoch."""
+def iterate_epochs(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
+    """Yield the rows of each batch of a stream, epoch by epoch."""
     with stream.feeds() as feeds:
         for _ in range(count):
-            yield (rows_of(feed) for feed in islice(feeds, stream.schedule.steps_per_epoch))
+            yield (count_rows(feed) for feed in islice(feeds, stream.schedule.steps_per_epoch))

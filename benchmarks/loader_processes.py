@@ -1,4 +1,4 @@
-"""Loaders take turns, each in a process of its own: what one leaves behind does not change what another measures."""
+"""Time data loaders turn by turn, each in a process of its own, so that no loader affects the times of another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 Result = TypeVar("Result")
-Run = Callable[[Callable[[], Any]], Any]
+ProcessRunner = Callable[[Callable[[], Any]], Any]
 _STORE_BYTES, _TOUCHED_BYTES = 2 << 30, 768 << 20
 _JOIN_S = 20.0
 
@@ -35,25 +35,25 @@ class Rounds:
     touched_bytes: int = _TOUCHED_BYTES
 
 
-SMOKE = Rounds(counted=1, uncounted=0, touched_bytes=0)
+SMOKE_ROUNDS = Rounds(counted=1, uncounted=0, touched_bytes=0)
 
 
 class Loader(Protocol):
-    """Gives a data set's batches. Picklable; it imports what it needs when it is used."""
+    """A reader of a data set in batches. Picklable; it imports its libraries when it is used."""
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
-        """Open the data anew; for each epoch, the number of rows of each batch as it comes."""
+        """Open the data, and yield for each epoch the number of rows of each batch as it arrives."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """One epoch of a loader.
+class EpochTimes:
+    """Times of one epoch of a loader.
 
     Attributes:
-        wall_s: to its last batch, from the end of the epoch before; in the first, opening the data is included.
-        first_s: to its first batch.
-        cpu_s: of the process, all threads and the child processes that have ended.
-        rows: that came.
+        wall_s: from the end of the previous epoch to the last batch; the first epoch includes opening the data.
+        first_s: from the same start to the first batch.
+        cpu_s: of the process, its threads and its child processes that have ended.
+        rows: in all batches.
     """
 
     wall_s: float
@@ -63,17 +63,17 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A turn of a loader: all its batches of so many epochs, as fast as they come; nothing is done with them."""
+class LoaderTimer:
+    """One turn of a loader: a function that reads all batches of some epochs as fast as possible, and drops them."""
 
     loader: Loader
     epochs: int
     touched_bytes: int
 
-    def __call__(self) -> list[Pass]:
-        """Seconds of each epoch."""
+    def __call__(self) -> list[EpochTimes]:
+        """Read all epochs, and return their times."""
         _touch_memory(self.touched_bytes)
-        passes = []
+        times = []
         begun, spent_s = time.perf_counter(), _cpu_s()
         for batches in self.loader.epochs(self.epochs):
             rows, first_s = 0, 0.0
@@ -81,51 +81,59 @@ class Timed:
                 first_s = first_s or time.perf_counter() - begun
                 rows += size
             ended, used_s = time.perf_counter(), _cpu_s()
-            passes.append(Pass(wall_s=ended - begun, first_s=first_s, cpu_s=used_s - spent_s, rows=rows))
+            times.append(EpochTimes(wall_s=ended - begun, first_s=first_s, cpu_s=used_s - spent_s, rows=rows))
             begun, spent_s = ended, used_s
-        return passes
+        return times
 
 
 @contextlib.contextmanager
-def host(*, cluster: bool = False) -> Iterator[Run]:
-    """A new process, on request with a Ray cluster that is up; gives a function that calls another one there.
+def start_process(*, cluster: bool = False) -> Iterator[ProcessRunner]:
+    """Start a process, and yield a function that runs another function there and returns its result.
 
-    The function raises EOFError when the process has failed; its traceback is on stderr.
+    That function raises EOFError if the process fails; the traceback is on stderr.
+
+    Args:
+        cluster: whether the process starts a Ray cluster first.
     """
     context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, cluster))  # not a daemon: DataLoader starts processes
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, cluster))  # not a daemon: DataLoader starts processes
     process.start()
-    there.close()
+    child_end.close()
 
     def run(function: Callable[[], Any]) -> Any:
-        here.send(function)
-        return here.recv()
+        parent_end.send(function)
+        return parent_end.recv()
 
     try:
         yield run
     finally:
-        here.close()
+        parent_end.close()
         process.join(_JOIN_S)
         process.kill()
 
 
-def interleaved(turns: Mapping[str, Callable[[], Result]], rounds: Rounds) -> dict[str, list[Result]]:
-    """The results of each in every counted round; each round starts with another one."""
-    found: dict[str, list[Result]] = {name: [] for name in turns}
+def run_interleaved(turns: Mapping[str, Callable[[], Result]], rounds: Rounds) -> dict[str, list[Result]]:
+    """Run functions in rounds, each round from another function on, and return the results of the counted rounds.
+
+    Args:
+        turns: the functions, by name.
+        rounds: how many.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in turns}
     names = list(turns)
     for number in range(rounds.uncounted + rounds.counted):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             result = turns[name]()
             if number >= rounds.uncounted:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def _serve(connection: Connection, cluster: bool) -> None:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(EOFError))  # nobody wants anything more
+        stack.enter_context(contextlib.suppress(EOFError))  # the pipe is closed
         if cluster:
             from machine import ray_cluster
 
@@ -136,10 +144,10 @@ def _serve(connection: Connection, cluster: bool) -> None:
 
 
 def _touch_memory(size_bytes: int) -> None:
-    """Have free memory backed by the machine below.
+    """Fill and free memory, so that the hypervisor provides it before the turn starts.
 
-    A virtual machine gives free memory back, and what is taken again costs several times the work on it: so a loader
-    that holds data would be charged for the time since the turn before.
+    A virtual machine returns free memory to its hypervisor, and the next use of that memory is several times slower.
+    Without this, that time would count against the loaders that hold data.
     """
     np.empty(size_bytes, dtype=np.uint8).fill(1)
 

@@ -1,4 +1,7 @@
-"""Servers and workers of the torch engine as plain processes, which take one run after the other."""
+"""Run a parameter server and its workers, of the torch engine, as local processes without Ray.
+
+The same processes serve one run after another.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,21 @@ from trainwright.core.topology import Generation, Group, Peer, Role, StalenessCo
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 HIDDEN, CLASSES = 128, 10
-ANSWER_S, DEADLINE_S = 600.0, 30.0
+REPLY_S, DEADLINE_S = 600.0, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """One run.
+class RunSettings:
+    """Settings of one run.
 
     Attributes:
-        workers: a step has a unit for each of them.
+        workers: of the run; a step has a unit of work for each of them.
         steps: of the run.
         share: samples of a unit.
-        rate: the highest learning rate of Adam without momentum: delay brings momentum of its own (Mitliagkas et al.,
-            2016). It rises for a tenth of the run and falls to 0, both by a straight line.
-        consistency, local_steps, outer: as a plan has them.
+        rate: the highest learning rate. It rises linearly for a tenth of the run, then falls linearly to 0. Adam has no
+            momentum, because delayed gradients add momentum (Mitliagkas et al., 2016).
+        seed: of the model and of the order of samples.
+        consistency, local_steps, outer: as in a plan.
         pauses_s: by worker, how long each unit waits in place of a device's work; none by default.
     """
 
@@ -56,7 +60,7 @@ class Setup:
 
     @property
     def plan(self) -> Plan:
-        """On one server."""
+        """Return the plan, with one server."""
         return Plan(
             strategy="benchmark", engine="", mesh=Mesh(data=self.workers), batch_size=self.batch_size,
             placement=WorkerResources(cpus=1), topology="independent", servers=1, consistency=self.consistency,
@@ -64,50 +68,50 @@ class Setup:
         )  # fmt: skip
 
     def spec(self, pause_s: float) -> ModelSpec:
-        """The job, of a worker that pauses."""
+        """Return the model specification of a worker which pauses in each unit."""
         return ModelSpec(
             model=build_model, loss=functools.partial(losses, pause_s), optimizer=functools.partial(adam, self.rate),
-            inputs=("image",), targets=("label",), metrics={"accuracy": accuracy}, schedule=triangle,
+            inputs=("image",), targets=("label",), metrics={"accuracy": accuracy}, schedule=triangular_schedule,
             total_steps=self.steps, seed=self.seed,
         )  # fmt: skip
 
 
 def build_model() -> nn.Module:
-    """Two linear layers, 0.1 million parameters."""
+    """Return two linear layers, 0.1 million parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
 
 
 def losses(pause_s: float, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One loss per sample, after a pause."""
+    """Return the loss of each sample, after a pause."""
     if pause_s:
         time.sleep(pause_s)
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """1 where the class is right."""
+    """Return 1 for each sample whose class is predicted correctly, else 0."""
     return (outputs.argmax(1) == targets).float()
 
 
 def adam(rate: float, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's Adam, without momentum."""
+    """Return torch's Adam without momentum."""
     return torch.optim.Adam(parameters, lr=rate, betas=(0.0, 0.999))
 
 
-def triangle(step: int, total: int) -> float:
-    """Up for a tenth, and down to 0."""
+def triangular_schedule(step: int, total: int) -> float:
+    """Return the factor of the learning rate: it rises for a tenth of the run, then falls to 0."""
     return min(10.0 * (step + 1) / total, 1.0) * (1.0 - step / total)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """What a run came to.
+class RunMeasurement:
+    """Measurements of one run.
 
     Attributes:
         samples_s: samples a second, from the end of the first step to that of the last.
         accuracy: on the test set.
-        staleness: of what was applied.
-        steps_s: of each step but the first, from the end of the one before.
+        staleness: of the updates that the server applied.
+        steps_s: of each step but the first, from the end of the previous step.
         between_s: median of a worker's time from a push to its next pull: the lease and the batch.
     """
 
@@ -118,32 +122,32 @@ class Ended:
     between_s: float
 
 
-class Crew:
-    """Processes that have imported all they need.
+class ServerProcesses:
+    """Processes that act as the server and the workers of one run after another.
 
     Args:
         train, test: columns `image` (rows, 28, 28) float32 and `label`.
-        count: of processes.
+        count: of processes; the first is the server.
     """
 
     def __init__(self, train: Columns, test: Columns, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(count)]
-        self._pipes = [ours for ours, _ in pairs]
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes = [parent_end for parent_end, _ in pipes]
         self._processes = [
-            context.Process(target=_live, args=(theirs, train, test), daemon=True) for _, theirs in pairs
+            context.Process(target=_serve, args=(child_end, train, test), daemon=True) for _, child_end in pipes
         ]
         for process in self._processes:
             process.start()
         self._generation = 0
 
-    def run(self, setup: Setup) -> Ended:
-        """A server and its workers, from the beginning to the end."""
+    def run(self, settings: RunSettings) -> RunMeasurement:
+        """Run a server and its workers from the first step to the last, and measure the run."""
         self._generation += 1
-        roles: list[Role] = ["server", *(["worker"] * setup.workers)]
+        roles: list[Role] = ["server", *(["worker"] * settings.workers)]
         pipes = self._pipes[: len(roles)]
         generation = Generation(token=1, number=self._generation)
-        addresses = _asked(pipes, [("reserve", generation, role) for role in roles])
+        addresses = _request(pipes, [("reserve", generation, role) for role in roles])
         peers = tuple(
             Peer(rank=rank, address=address, role=role)
             for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
@@ -152,14 +156,14 @@ class Crew:
             Group(generation=generation, rank=rank, peers=peers, key=b"of this benchmark", deadline_s=DEADLINE_S)
             for rank in range(len(roles))
         ]
-        _asked(pipes, [("form", group, setup) for group in groups])
-        stamps, *gaps = _asked(pipes, [("train", setup)] * len(pipes))
-        staleness = _asked(pipes[:1], [("staleness",)])[0]
-        found = _asked(pipes[1:2], [("evaluate",)])[0]
-        _asked(pipes, [("leave",)] * len(pipes))
-        samples_s = (len(stamps) - 1) * setup.batch_size / (stamps[-1] - stamps[0])
-        return Ended(
-            samples_s=samples_s, accuracy=found, staleness=staleness, steps_s=tuple(np.diff(stamps)),
+        _request(pipes, [("form", group, settings) for group in groups])
+        stamps, *gaps = _request(pipes, [("train", settings)] * len(pipes))
+        staleness = _request(pipes[:1], [("staleness",)])[0]
+        accuracy = _request(pipes[1:2], [("evaluate",)])[0]
+        _request(pipes, [("leave",)] * len(pipes))
+        samples_s = (len(stamps) - 1) * settings.batch_size / (stamps[-1] - stamps[0])
+        return RunMeasurement(
+            samples_s=samples_s, accuracy=accuracy, staleness=staleness, steps_s=tuple(np.diff(stamps)),
             between_s=float(np.median(np.concatenate(gaps))),
         )  # fmt: skip
 
@@ -169,53 +173,61 @@ class Crew:
             process.kill()
             process.join()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ServerProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _asked(pipes: Sequence[Connection], said: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Tell each process something, and wait for all answers."""
-    for pipe, one in zip(pipes, said, strict=True):
-        pipe.send(one)
-    answers = []
+def _request(pipes: Sequence[Connection], requests: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Send a request to each process, and return the replies of all.
+
+    Args:
+        pipes: to the processes.
+        requests: for each process, the name of a method of `_EngineProcess` and its arguments.
+
+    Raises:
+        TimeoutError: a process did not reply in time.
+    """
+    for pipe, request in zip(pipes, requests, strict=True):
+        pipe.send(request)
+    replies = []
     for pipe in pipes:
-        if not pipe.poll(ANSWER_S):
-            raise TimeoutError(f"no answer to {said[0][0]} within {ANSWER_S:g} s")
-        answers.append(pipe.recv())
-    return answers
+        if not pipe.poll(REPLY_S):
+            raise TimeoutError(f"no reply to {requests[0][0]} within {REPLY_S:g} s")
+        replies.append(pipe.recv())
+    return replies
 
 
-class _Rank:
-    """One process's engine."""
+class _EngineProcess:
+    """The engine of one process, and the requests that it serves."""
 
     def __init__(self, train: Columns, test: Columns) -> None:
         self._train, self._test = train, test
         self._engine = ParameterServer()
 
     def reserve(self, generation: Generation, role: Role) -> Any:
-        self._engine, self._serving = ParameterServer(), role == "server"
+        self._engine, self._is_server = ParameterServer(), role == "server"
         return self._engine.reserve(generation, role)
 
-    def form(self, group: Group, setup: Setup) -> None:
+    def form(self, group: Group, settings: RunSettings) -> None:
         self._engine.form(group)
-        pause_s = 0.0 if self._serving or not setup.pauses_s else setup.pauses_s[group.rank - 1]
-        self._engine.build(setup.spec(pause_s), setup.plan)
-        if self._serving:
+        pause_s = 0.0 if self._is_server or not settings.pauses_s else settings.pauses_s[group.rank - 1]
+        self._engine.build(settings.spec(pause_s), settings.plan)
+        if self._is_server:
             self._engine.transfer(())
         else:
-            self._engine.warm(self._feed(setup, 0, 0))
+            self._engine.warm(self._make_unit_feed(settings, 0, 0))
 
-    def train(self, setup: Setup) -> list[float]:
-        """A server gives when each step was complete, a worker how long it took from each unit to the next."""
-        if self._serving:
-            return [time.monotonic() for _ in self._engine.serve(setup.steps, lambda: False)]
+    def train(self, settings: RunSettings) -> list[float]:
+        """Train. A server returns when each step was complete, a worker the seconds from each unit to the next."""
+        if self._is_server:
+            return [time.monotonic() for _ in self._engine.serve(settings.steps, lambda: False)]
         gaps, ended_s = [], time.monotonic()
         while (unit := self._engine.lease(0)) is not None:
             for step in range(unit.step, unit.step + unit.steps):
-                feed = self._feed(setup, step, unit.share)
+                feed = self._make_unit_feed(settings, step, unit.share)
                 gaps.append(time.monotonic() - ended_s)
                 self._engine.train_step(feed)
                 ended_s = time.monotonic()
@@ -226,43 +238,49 @@ class _Rank:
 
     def evaluate(self) -> float:
         rows = np.arange(len(self._test["label"]))
-        feed = _feed(self._test, rows, 0, range(1), 1, len(rows))
+        feed = _make_feed(self._test, rows, 0, range(1), 1, len(rows))
         return float(self._engine.evaluate_step(feed).means()["accuracy"])
 
     def leave(self) -> None:
         self._engine.leave()
 
-    def _feed(self, setup: Setup, step: int, share: int) -> Feed:
-        """A share of a step: the epoch's samples in an order by the seed."""
-        rows = order_of(len(self._train["label"]), setup, step)[share :: setup.workers]
-        return _feed(self._train, rows, step, range(share, share + 1), setup.workers, setup.batch_size)
+    def _make_unit_feed(self, settings: RunSettings, step: int, share: int) -> Feed:
+        """Return the samples of one unit of a step."""
+        rows = select_samples(len(self._train["label"]), settings, step)[share :: settings.workers]
+        return _make_feed(self._train, rows, step, range(share, share + 1), settings.workers, settings.batch_size)
 
 
-def order_of(rows: int, setup: Setup, step: int) -> Any:
-    """A step's samples, of so many: each epoch's are in an order by the seed."""
-    size = setup.batch_size
+def select_samples(rows: int, settings: RunSettings, step: int) -> Any:
+    """Return the row numbers of a step's samples, in the epoch's random order.
+
+    Args:
+        rows: of the data set.
+        settings: of the run; its seed decides the order.
+        step: from 0.
+    """
+    size = settings.batch_size
     in_epoch = rows // size
-    return _order(rows, setup.seed, step // in_epoch)[step % in_epoch * size : (step % in_epoch + 1) * size]
+    return _shuffle_epoch(rows, settings.seed, step // in_epoch)[step % in_epoch * size : (step % in_epoch + 1) * size]
 
 
 @functools.lru_cache(maxsize=4)
-def _order(rows: int, seed: int, epoch: int) -> Any:
+def _shuffle_epoch(rows: int, seed: int, epoch: int) -> Any:
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
-def _feed(data: Columns, rows: Any, step: int, ranks: range, total: int, size: int) -> Feed:
+def _make_feed(data: Columns, rows: Any, step: int, ranks: range, total: int, size: int) -> Feed:
     columns = {name: column[rows] for name, column in data.items()}
     batch = Batch(columns=columns, weights=np.ones(len(rows)), samples=rows)
     return Feed(step=step, parts=((batch,),), data_ranks=ranks, total=total, rows=size)
 
 
-def _live(pipe: Connection, train: Columns, test: Columns) -> None:
-    """Do what is asked until nobody asks any more."""
+def _serve(pipe: Connection, train: Columns, test: Columns) -> None:
+    """Serve requests until the pipe is closed."""
     torch.set_num_threads(1)
-    rank = _Rank(train, test)
+    process = _EngineProcess(train, test)
     while True:
         try:
-            verb, *arguments = pipe.recv()
+            method, *arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(getattr(rank, verb)(*arguments))
+        pipe.send(getattr(process, method)(*arguments))
