@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainwright.core.cluster import Accelerator
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
-from trainwright.strategies.cost_model.machine_model import CPU_CORE, EFFICIENCIES, THREAD_EXPONENT
+from trainwright.strategies.cost_model.machine_model import CPU_CORE, EFFICIENCIES
 from trainwright.strategies.torch.checkpoint.initial_weights import check_weights
 from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 from trainwright.strategies.torch.model_files import export
@@ -297,15 +297,18 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
     Raises:
         RuntimeError: torch cannot use the device.
     """
-    on_cpu = device == "cpu"
-    cores = torch.get_num_threads() ** THREAD_EXPONENT if on_cpu else 1.0
-    rates = {name: _products(_SIDES[device], _TYPES[name], device) for name in (_CPU_TYPES if on_cpu else _TYPES)}
-    copied = 2 * 4 * _NUMBERS[device] / _call_s(_copy(_NUMBERS[device], device), device)
+    on_cpu, threads = device == "cpu", torch.get_num_threads()
+    torch.set_num_threads(1)  # of a core
+    try:
+        rates = {name: _products(_SIDES[device], _TYPES[name], device) for name in (_CPU_TYPES if on_cpu else _TYPES)}
+        copied = 2 * 4 * _NUMBERS[device] / _call_s(_copy(_NUMBERS[device], device), device)
+    finally:
+        torch.set_num_threads(threads)
     return Accelerator(
         name=kind,
         memory_bytes=0 if on_cpu else int(torch.cuda.get_device_properties(0).total_memory),
-        flops_per_s={name: rate / EFFICIENCIES["matmul"].default / cores for name, rate in rates.items()},
-        memory_bytes_per_s=copied / EFFICIENCIES["traffic"].default / cores,
+        flops_per_s={name: rate / EFFICIENCIES["matmul"].default for name, rate in rates.items()},
+        memory_bytes_per_s=copied / EFFICIENCIES["traffic"].default,
         link_bytes_per_s=CPU_CORE.link_bytes_per_s if on_cpu else 12e9,
         network_bytes_per_s=CPU_CORE.network_bytes_per_s,
         host=CPU_CORE.host if on_cpu else 1.0,
@@ -329,18 +332,15 @@ def _call_s(work: Callable[[], object], device: str) -> float:
     """Return the seconds of a call: the mean of the fastest of three blocks of 0.2 s at least, after shorter ones.
 
     Other work on the machine, or on the host of a virtual one, only slows a block. The host waits for a GPU at the ends
-    of a block alone: to wait for each call would count as work. Of one CPU core, the time in which another process had
-    it does not count.
+    of a block alone: to wait for each call would count as work. Of a CPU core, the time in which another process had it
+    does not count.
     """
 
     def gpu_clock() -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    clock = gpu_clock
-    if device == "cpu":
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     work()
-    timer = timeit.Timer(work, timer=clock)
+    timer = timeit.Timer(work, timer=time.thread_time if device == "cpu" else gpu_clock)
     calls, spent_s = timer.autorange()
     return min(spent_s, *timer.repeat(2, calls)) / calls
