@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role
 from trainwright.strategies.common.socket_transport import bind_socket, own_host
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
@@ -22,6 +23,7 @@ _CROSS_DEVICE_OPS = {
     "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
     "reduce_to_one_device": tf.distribute.ReductionToOneDevice,
 }
+_POLL_S = 0.01  # between attempts to reach the chief
 _ALL_DEVICES = replace(TensorFlowEngine.capabilities, devices_per_worker=None)
 
 
@@ -76,8 +78,10 @@ class MultiWorkerMirrored(TensorFlowEngine):
         return Address(host=own_host(), port=self._socket.getsockname()[1])
 
     def open_strategy(self, group: Group) -> Any:
-        """Start this worker's server, and connect to the others."""
+        """Start this worker's server, and connect to the others. Raises PeerLost if the chief's does not start."""
         os.environ[_TF_CONFIG] = json.dumps(_tf_config(group))
+        if group.rank:
+            _await_server(group.peers[0].address, group.deadline_s)
         options = tf.distribute.experimental.CommunicationOptions(
             timeout_seconds=timedelta(seconds=group.deadline_s).total_seconds()
         )
@@ -115,6 +119,20 @@ class AtGivenAddresses(MultiWorkerMirrored):
                     f'{given!r}; it must hold "cluster" and "task"; leave tf_config out to have addresses chosen'
                 ]
             ) from error
+
+
+def _await_server(address: Address, timeout_s: float) -> None:
+    """Wait until a server listens: after a refused connection gRPC waits for a second. Raises PeerLost in the end."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((address.host, address.port), max(deadline_s - time.monotonic(), _POLL_S)):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                what = f"the chief's server at {address.host}:{address.port} did not start within {timeout_s:g} s"
+                raise PeerLost(f"{what}: {error}", remedy="look at the log of rank 0") from error
+        time.sleep(_POLL_S)
 
 
 def _device_names(group: Group) -> list[str]:

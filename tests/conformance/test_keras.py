@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,9 @@ from tests.support.conformance.unbroken_runs import assert_same
 from tests.support.s3_server import free_ports
 from trainwright.core.data import Batch, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
+from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+from trainwright.core.topology import Address
+from trainwright.strategies.tensorflow import strategy_engines
 
 GIVEN = "trainwright.strategies.tensorflow.strategy_engines:AtGivenAddresses"
 MIXED = replace(PROBLEM, dtype="float32")
@@ -304,6 +308,19 @@ def test_the_environments_addresses_are_used_on_request(pool: Pool) -> None:
             rank.call("set_environment", "TF_CONFIG", json.dumps(config))
         world.start(feeds[0])
         assert world.train(feeds) == expected
+
+
+def test_a_worker_waits_for_the_chiefs_server() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = Address(host="127.0.0.1", port=server.getsockname()[1])
+        with pytest.raises(PeerLost, match=rf"server at 127.0.0.1:{address.port} did not start within 0.05 s"):
+            strategy_engines._await_server(address, 0.05)
+        waiting = threading.Thread(target=strategy_engines._await_server, args=(address, 60.0))
+        waiting.start()
+        server.listen()
+        waiting.join(30.0)
+        assert not waiting.is_alive()
 
 
 class Early(str):
