@@ -25,8 +25,8 @@ from trainwright.driver.driver_state import (
     CheckpointUpload,
     DriverState,
     GroupMember,
+    JustInTimeCopy,
     MemoryCopy,
-    PartingCopy,
     Phase,
     Transition,
 )
@@ -56,7 +56,7 @@ def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
         neighbours=choose_neighbours(tags, nodes, keepers),
         kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
         replicas=tuple(sorted(rank for rank, tag in tags.items() if len(tag.pieces) == tag.total)),
-        parting=None,
+        just_in_time=None,
         layout=tags[0].layout,
         considered=-1,
     )
@@ -371,19 +371,19 @@ def _next_version(state: DriverState) -> int:
     return max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1
 
 
-def request_parting_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
+def request_just_in_time_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
     """Have one of these idle workers, whose processes are to be replaced, copy its state into memory first.
 
-    A survivor of a failure has completed more steps than any copy, and one with the whole state is enough. If ranks
-    hang, none is asked: the others would wait for its copy too. None is asked on accelerators: a collective of NCCL
-    that is aborted may end without an error, and its values would be taken for gradients. The state of a coordinator is
-    in servers, which may be lost.
+    That is just-in-time checkpointing (Gupta et al., EuroSys 2024). A survivor of a failure has completed more steps
+    than any copy, and one with the whole state is enough. If ranks hang, none is asked: the others would wait for its
+    copy too. None is asked on accelerators: a collective of NCCL that is aborted may end without an error, and its
+    values would be taken for gradients. The state of a coordinator is in servers, which may be lost.
 
     Returns:
         the worker that is asked, and will answer `leave`; none if no copy is wanted, or none of them can make it.
     """
     state, memory, world, blame = turn.state, turn.state.memory, turn.settings.world, turn.state.recovery.blame
-    if turn.settings.saving.keep_s is None or memory.keep_off or memory.parting is not None:
+    if turn.settings.saving.keep_s is None or memory.keep_off or memory.just_in_time is not None:
         return frozenset()
     if world.topology != "collective" or world.devices[0] != "cpu" or state.trials is not None:
         return frozenset()
@@ -398,32 +398,34 @@ def request_parting_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
     if found:
         version = _next_version(state)
         hold = tuple(copy.version for copy in (memory.kept, memory.keeping) if copy is not None)
-        turn.change(versions=version, parting=PartingCopy(worker=found[0], version=version, started_s=turn.now_s))
+        turn.change(
+            versions=version, just_in_time=JustInTimeCopy(worker=found[0], version=version, started_s=turn.now_s)
+        )
         turn.call(found, "leave", m.MemoryCopyRequest(version=version, hold=hold))
     return frozenset(found)
 
 
-def is_parting(state: DriverState, worker: int) -> bool:
+def makes_just_in_time_copy(state: DriverState, worker: int) -> bool:
     """Whether a worker was asked to copy its state before its process is replaced."""
-    return state.memory.parting is not None and state.memory.parting.worker == worker
+    return state.memory.just_in_time is not None and state.memory.just_in_time.worker == worker
 
 
-def on_parting_copy_taken(turn: Transition, taken: m.MemoryCopyTaken | None) -> None:
+def on_just_in_time_copy_taken(turn: Transition, taken: m.MemoryCopyTaken | None) -> None:
     """Use the copy of a worker that leaves, if it is newer than the others and may be restored.
 
     If it could not make one, another may be asked.
     """
-    state, parting, former = turn.state, turn.state.memory.parting, turn.state.memory.kept
-    assert parting is not None, "no copy was requested"
+    state, just_in_time, former = turn.state, turn.state.memory.just_in_time, turn.state.memory.kept
+    assert just_in_time is not None, "no copy was requested"
     if taken is None or not (taken.files or taken.trouble):
-        turn.change(parting=None)
+        turn.change(just_in_time=None)
         return
-    turn.change(parting=replace(parting, taken=True))
+    turn.change(just_in_time=replace(just_in_time, taken=True))
     if taken.trouble:
         turn.emit(Noted(text=f"a survivor did not copy its state: {taken.trouble}"))
     if taken.files and state.copied < taken.step <= latest_usable_step(state):
-        kept = m.MemoryCheckpoint(version=parting.version, step=taken.step, files=taken.files)
-        _use_memory_copy(turn, kept, 0.0, parting.started_s)
+        kept = m.MemoryCheckpoint(version=just_in_time.version, step=taken.step, files=taken.files)
+        _use_memory_copy(turn, kept, 0.0, just_in_time.started_s)
         turn.change(former=former)
 
 
@@ -439,9 +441,9 @@ def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
 
 def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
     """Give up an in-memory copy of which these workers owe files, because they will deliver none."""
-    keeping, parting = turn.state.memory.keeping, turn.state.memory.parting
-    if parting is not None and parting.worker in workers and not parting.taken:
-        turn.change(parting=None)
+    keeping, just_in_time = turn.state.memory.keeping, turn.state.memory.just_in_time
+    if just_in_time is not None and just_in_time.worker in workers and not just_in_time.taken:
+        turn.change(just_in_time=None)
     if keeping is not None and keeping.owing & workers:
         turn.change(keeping=replace(keeping, spoiled=True))
         _drop_memory_copy_owing(turn, workers)

@@ -130,8 +130,8 @@ class MemoryCopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartingCopy:
-    """The copy of the state that a survivor makes before its process is replaced."""
+class JustInTimeCopy:
+    """The copy of the state that a survivor makes after a failure, before its process is replaced."""
 
     worker: int
     version: int
@@ -323,7 +323,7 @@ class MemoryCheckpoints:
     kept_s: float = 0.0  # when the last copy started, or when the ranks were restored
     copied_s: float = 0.0  # seconds that the last copy blocked the steps
     replicas: tuple[int, ...] = ()  # ranks that hold the whole state
-    parting: PartingCopy | None = None  # requested since the ranks were restored last
+    just_in_time: JustInTimeCopy | None = None  # requested since the ranks were restored last
     former: MemoryCheckpoint | None = None  # complete copy before that of a survivor, which may be on more nodes
 
 

@@ -263,7 +263,7 @@ def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool)
 def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
     """Release idle workers from the old group: they leave it, or their process ends, perhaps after a copy."""
     if turn.settings.world.reform == "new_process":
-        copying = checkpointing.request_parting_copy(turn, workers)
+        copying = checkpointing.request_just_in_time_copy(turn, workers)
         turn.also_await(copying)
         _replace(turn, workers - copying, kill=True)
         return
@@ -283,8 +283,8 @@ def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
         failure_policy.note_step(turn, event.value.step)
     if event.verb != "leave":
         _release_workers(turn, frozenset({event.worker}))
-    elif checkpointing.is_parting(turn.state, event.worker):
-        checkpointing.on_parting_copy_taken(turn, event.value)
+    elif checkpointing.makes_just_in_time_copy(turn.state, event.worker):
+        checkpointing.on_just_in_time_copy_taken(turn, event.value)
         _replace(turn, {event.worker}, kill=True)
 
 
@@ -300,7 +300,7 @@ def on_leave_deadline(turn: Transition) -> None:
     if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
         turn.arm("leave", state.settings.deadlines.call_deadline_s)
         return
-    silent = [worker for worker in state.awaiting if not checkpointing.is_parting(state, worker)]
+    silent = [worker for worker in state.awaiting if not checkpointing.makes_just_in_time_copy(state, worker)]
     if silent:
         _report_hung_workers(turn, silent, hanging=hanging)
     else:

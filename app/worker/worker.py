@@ -449,7 +449,7 @@ class Worker:
         """
         self._engine.leave()
         _, step = self.held
-        return self._copies.copy_parting(self._engine, wanted) if wanted is not None and step else None
+        return self._copies.copy_just_in_time(self._engine, wanted) if wanted is not None and step else None
 
     def close(self) -> None:
         """End the group and the reading of data, in a process that outlives the run."""
@@ -734,7 +734,7 @@ class StateCopies:
         files = (NodeMemoryFile(node=node, file=file) for node in nodes for file in writer.entries)
         return MemoryCopyTaken(files=tuple(files), step=step, trouble=trouble)
 
-    def copy_parting(self, engine: Engine, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
+    def copy_just_in_time(self, engine: Engine, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
         """Copy the state to the node's memory, where it outlives this process; the answer says so if that fails."""
         try:
             return self._write_memory(engine.snapshot(), engine.save, wanted)

@@ -114,8 +114,8 @@ class Labour:
             case "leave":
                 process.member = False
                 self.part(process)
-                parting = None if call.argument is None else self.memory.part(process, call.argument)
-                self.answer(process, parting, 0.01, 0.3)
+                just_in_time = None if call.argument is None else self.memory.copy_just_in_time(process, call.argument)
+                self.answer(process, just_in_time, 0.01, 0.3)
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ class Labour:
             self.news.before(process.driver, event)
             call, process.call = process.call, None
             if call.verb == "leave" and isinstance(event, m.CallReturned):
-                self.memory.parted(process, call, event.value)
+                self.memory.told_just_in_time(process, call, event.value)
             self.deliver(process.driver, event)
 
     def throw(self, process: Process) -> None:

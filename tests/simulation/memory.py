@@ -21,7 +21,7 @@ class Memory:
         self._labour = labour
         self.kept: dict[tuple[int, str], tuple[int, int]] = {}  # by version and piece
         self.sealed: dict[int, m.MemoryCheckpoint | None] = {}  # by driver
-        self.parting: dict[int, m.MemoryCheckpoint] = {}  # the last copy that a leaving process told of, by driver
+        self.just_in_time: dict[int, m.MemoryCheckpoint] = {}  # the last copy that a leaving process told of, by driver
         self.full = self.lost = False
 
     def keep(self, process: Process, call: m.CallWorker) -> None:
@@ -57,7 +57,7 @@ class Memory:
         file = m.NodeMemoryFile(node="n", file=CheckpointFile(name=piece, size_bytes=8, sha256=""))
         return m.MemoryCopyTaken(files=(file,), step=copy[1])
 
-    def part(self, process: Process, order: m.MemoryCopyRequest) -> m.MemoryCopyTaken | None:
+    def copy_just_in_time(self, process: Process, order: m.MemoryCopyRequest) -> m.MemoryCopyTaken | None:
         """The copy of a process that leaves and will end; None where it never had a state."""
         if not process.step:
             return None
@@ -65,11 +65,11 @@ class Memory:
             return m.MemoryCopyTaken(files=(), trouble="no room" if self.full else "half an update")
         return self._written(order, (process.piece, process.step, process.lineage))
 
-    def parted(self, process: Process, call: m.CallWorker, taken: m.MemoryCopyTaken | None) -> None:
+    def told_just_in_time(self, process: Process, call: m.CallWorker, taken: m.MemoryCopyTaken | None) -> None:
         """A driver is told of the copy of a process that leaves."""
         if taken is not None and taken.files:
             copy = m.MemoryCheckpoint(version=call.argument.version, step=taken.step, files=taken.files)
-            self.parting[process.driver.token] = copy
+            self.just_in_time[process.driver.token] = copy
 
     def check(self, heal: m.RestorePlan, driver: Any) -> None:
         """What all keepers had told of is not passed over for an older checkpoint, unless a spike is in it."""
@@ -78,11 +78,11 @@ class Memory:
             return
         if known and heal.source in ("initial", "checkpoint") and heal.step < known.step and not self.gone(known):
             raise Violation(f"healed at step {heal.step} by {heal.source}, although step {known.step} is in memory")
-        parting, goals = self.parting.get(driver.token), self._labour.scenario.settings.goals
+        just_in_time, goals = self.just_in_time.get(driver.token), self._labour.scenario.settings.goals
         if (
-            parting
+            just_in_time
             and heal.source != "join"
-            and heal.step < parting.step
-            and not (goals or spike or self.gone(parting))
+            and heal.step < just_in_time.step
+            and not (goals or spike or self.gone(just_in_time))
         ):
-            raise Violation(f"healed at step {heal.step} although a survivor left a copy of step {parting.step}")
+            raise Violation(f"healed at step {heal.step} although a survivor left a copy of step {just_in_time.step}")

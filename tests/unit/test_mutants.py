@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         name="passes over the copy that a survivor made before its process ended",
         module="trainwright.driver.checkpointing",
-        function="on_parting_copy_taken",
+        function="on_just_in_time_copy_taken",
         pattern="state.copied < taken.step <= latest_usable_step(state)",
         replacement="state.copied > taken.step",
         also=("kill",) * 2,
