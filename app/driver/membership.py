@@ -18,8 +18,8 @@ from typing import Any
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Noted, Placed, Promoted, Replanned, Resized, Waiting
 from trainwright.core.plan import Plan, assign_slots
+from trainwright.driver import checkpointing, step_traces
 from trainwright.driver import messages as m
-from trainwright.driver import step_traces
 from trainwright.driver.checkpointing import drop_memory_copy_workers, drop_upload_workers
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, StandbyWorker, Transition
 from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
@@ -399,8 +399,8 @@ def _count_text(number: int, what: str = "worker") -> str:
 
 def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
     """Take over the workers of the previous driver that live, and start the missing ones."""
-    living = _reusable_workers(turn, living)
-    plan = _adopt_plan(turn, living)
+    living, leaving = _reusable_workers(turn, living)
+    plan = _adopt_plan(turn, [one for one in living if one is not leaving])
     settings = turn.settings
     workers, most = (plan.workers, plan.workers) if plan else (settings.world.workers, settings.world.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
@@ -430,11 +430,26 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     for one in living:
         turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
     _emit_repeated_steps(turn, living)
-    if rank_of:
-        turn.emit(Noted(text=f"took over {_count_text(len(living))} that outlived the driver before"))
-        turn.call(list(rank_of), "leave")
+    staying = [worker for worker in rank_of if leaving is None or worker != leaving.worker]
+    if staying:
+        turn.emit(
+            Noted(text=f"took over {_count_text(len(living) - (leaving is not None))} that outlived the driver before")
+        )
+        turn.call(staying, "leave")
+    if leaving is not None:
+        _copy_or_replace(turn, leaving)
+    if turn.state.awaiting:
         turn.arm("leave", settings.deadlines.leave_deadline_s)
     replace_workers(turn, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
+
+
+def _copy_or_replace(turn: Transition, leaving: m.SurvivingWorker) -> None:
+    """Have a survivor copy its state, which is whole, before its process is replaced; else replace it now."""
+    rank = turn.state.membership.rank_of[leaving.worker]
+    turn.reached(leaving.step)
+    turn.change(replicas=(rank,))
+    if not checkpointing.request_just_in_time_copy(turn, frozenset({leaving.worker})):
+        replace_workers(turn, [rank], kill=True)
 
 
 def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) -> None:
@@ -452,19 +467,28 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
         turn.emit(Noted(text=text))
 
 
-def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Sequence[m.SurvivingWorker]:
-    """Return the workers that can form a group, and end the others: all but standbys if a group needs new processes."""
+def _reusable_workers(
+    turn: Transition, living: Sequence[m.SurvivingWorker]
+) -> tuple[Sequence[m.SurvivingWorker], m.SurvivingWorker | None]:
+    """Return the workers that stay for now, and end the others.
+
+    If a group needs new processes these are standbys, and the worker with the newest state. That one is returned as the
+    second value too: it ends after it has copied its state.
+    """
     if turn.settings.world.reform == "in_place":
-        return living
-    spent = [one.worker for one in living if not one.waiting]
+        return living, None
+    spent = [one for one in living if not one.waiting]
+    holders = [one for one in spent if one.plan is not None and one.plan.mesh.size == one.plan.mesh.data]
+    leaving = max(holders, key=lambda one: one.step, default=None)
     if spent:
         turn.emit(
             Noted(text=f"{_count_text(len(spent))} of the driver before ended: this strategy begins in new processes")
         )
-    for worker in spent:
-        turn.want(m.KillWorker(worker=worker))
-    turn.change(next_worker=max(spent, default=-1) + 1)
-    return [one for one in living if one.waiting]
+    for one in spent:
+        if one is not leaving:
+            turn.want(m.KillWorker(worker=one.worker))
+    turn.change(next_worker=max((one.worker for one in spent), default=-1) + 1)
+    return [one for one in living if one.waiting or one is leaving], leaving
 
 
 def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:

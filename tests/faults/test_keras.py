@@ -43,12 +43,15 @@ def test_a_killed_worker_and_a_killed_chief_change_no_bit(folder: Path, whole: S
 @pytest.mark.soak
 def test_the_driver_is_killed_and_started_again(folder: Path, tmp_path: Path, whole: State) -> None:
     file = tmp_path / "job.py"
-    file.write_text(f"from tests.support import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2)\n")
+    file.write_text(
+        f"from tests.support import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2, keeper_s=3600.0)\n"
+    )
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
         processes.wait_until(lambda: committed(folder) >= 10, driver)
         processes.kill(driver)
     tw.fit(load_job(str(file)))
-    assert told(folder, "faulty", events.Formed)[-1].step >= 10
+    formed: Any = told(folder, "faulty", events.Formed)[-1]
+    assert (formed.source, formed.steps_lost, formed.step >= 10) == ("keeper", 0, True), "from what a worker copied"
     assert final_state(folder, "faulty") == whole
 
 

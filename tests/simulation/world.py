@@ -16,6 +16,7 @@ from tests.simulation.calls import Labour
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Strikes
 from tests.simulation.oracle import Facts
+from tests.simulation.plans import staged
 from tests.simulation.processes import Process, Team, lineages
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import Store, Violation
@@ -281,6 +282,9 @@ class World:
         node = f"node-{process.slot // 4}"
         rank = -1 if process.spare else process.rank
         plan, step = (process.plan, process.step) if process.trained and not process.tried else (None, 0)
+        world = self.scenario.settings.world
+        if step and self.scenario.layout == "replicated" and world.reform == "new_process" and not world.tolerates:
+            plan = plan or staged(1, world.workers)
         return m.SurvivingWorker(
             worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare, rank=rank,
             plan=plan, step=step,

@@ -10,6 +10,7 @@ from tests.simulation.plans import Plans, stage_piece, staged
 from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
 from trainwright.core.engine import CheckpointFile
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
@@ -37,6 +38,34 @@ def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
     assert story.calls("heal")[0].argument.source == "replica"
     story.returns("heal", StateTag(step=11))
     assert story.emitted(events.Formed)[0].survivors == 2 and story.state.phase is Phase.RUNNING
+
+
+REPLICAS = Plan(strategy="s", engine="m:E", mesh=Mesh(data=2), batch_size=8, placement=WorkerResources(cpus=1.0))
+
+
+def test_where_processes_cannot_form_again_the_one_with_the_newest_state_copies_it_first() -> None:
+    older, newer = (replace(living(worker, slot), plan=REPLICAS, step=step, rank=slot)
+                    for worker, slot, step in ((4, 0, 11), (9, 1, 12)))  # fmt: skip
+    story = taken_over(older, newer, kept=KEPT, reform="new_process", keep_s=10.0)
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=4)]
+    (call,) = story.calls("leave")
+    assert call.worker == 9 and call.argument.hold == (KEPT.version,)
+    story.returns("leave", m.MemoryCopyTaken(files=KEPT.files, step=12), workers=[9])
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=9)]
+    heal = story.start().formed().calls("heal")[0].argument
+    assert (heal.source, heal.step) == ("keeper", 12)
+    story.returns("heal", StateTag(step=12))
+    assert [(event.steps_lost, event.survivors) for event in story.emitted(events.Formed)] == [(0, 0)]
+
+
+@pytest.mark.parametrize(("step", "fields"), [(11, {"keep_s": None}), (11, {"topology": "coordinator"}), (6, {})])
+def test_where_processes_cannot_form_again_and_no_copy_is_wanted_all_end_at_once(
+    step: int, fields: dict[str, object]
+) -> None:
+    those = [replace(living(worker, slot), plan=REPLICAS, step=step, rank=slot) for worker, slot in ((4, 0), (9, 1))]
+    story = taken_over(*those, kept=KEPT, reform="new_process", **{"keep_s": 10.0, **fields})
+    assert {*story.all(m.KillWorker)} == {m.KillWorker(worker=4), m.KillWorker(worker=9)}
+    assert not story.calls("leave") and story.start().formed().calls("heal")[0].argument.step == KEPT.step
 
 
 def test_ranks_that_have_nobody_get_new_processes_in_free_slots() -> None:
