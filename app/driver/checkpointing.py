@@ -405,6 +405,12 @@ def request_just_in_time_copy(turn: Transition, workers: Set[int]) -> frozenset[
     return frozenset(found)
 
 
+def request_survivors_copy(turn: Transition, rank: int) -> frozenset[int]:
+    """Have a worker of the previous driver that holds the whole state copy it; see `request_just_in_time_copy`."""
+    turn.change(replicas=(rank,))
+    return request_just_in_time_copy(turn, frozenset({turn.state.membership.members[rank].worker}))
+
+
 def makes_just_in_time_copy(state: DriverState, worker: int) -> bool:
     """Whether a worker was asked to copy its state before its process is replaced."""
     return state.memory.just_in_time is not None and state.memory.just_in_time.worker == worker

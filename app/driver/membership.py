@@ -445,10 +445,9 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
 
 def _copy_or_replace(turn: Transition, leaving: m.SurvivingWorker) -> None:
     """Have a survivor copy its state, which is whole, before its process is replaced; else replace it now."""
-    rank = turn.state.membership.rank_of[leaving.worker]
     turn.reached(leaving.step)
-    turn.change(replicas=(rank,))
-    if not checkpointing.request_just_in_time_copy(turn, frozenset({leaving.worker})):
+    rank = turn.state.membership.rank_of[leaving.worker]
+    if not checkpointing.request_survivors_copy(turn, rank):
         replace_workers(turn, [rank], kill=True)
 
 

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-ANSWER_S = 10.0  # for a server to fork; Ray waits a minute for a worker
+ANSWER_S = 25.0  # for a server to fork, on a busy machine; Ray waits a minute for a worker
 _LISTEN_S = 20.0  # for a new server to listen
 IDLE_S = 600.0
 _LOOK_S = 1.0  # between two looks whether the process with which a server ends is there

@@ -53,6 +53,7 @@ def test_workers_are_forked_and_train_as_others_do(
     expected = unbroken(2)
     monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", "")
     monkeypatch.setattr("trainwright.runtime.forked_workers._AFTER_S", 1000.0)  # only a standby has one started
+    monkeypatch.setattr("trainwright.runtime.forked_workers._STARTED_S", 1000.0)  # on a busy machine imports take long
     ready = {7: torch_jobs.Awaited(kind=events.Placed, spare=True)}
 
     forked, servers = fit(tmp_path / "1" / "runs", 8, spares=1, awaits=ready)
