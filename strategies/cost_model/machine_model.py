@@ -19,7 +19,7 @@ from trainwright.core.cluster import ACCELERATORS, FAR_BYTES_PER_S, Accelerator,
 from trainwright.core.errors import ResourceError
 from trainwright.core.plan import Mesh
 
-THREAD_EXPONENT = 0.8
+_THREAD_EXPONENT = 0.8
 _NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the cluster says nothing else
 
 
@@ -128,7 +128,7 @@ def _cpu_machine(cluster: Cluster, ranks: int, threads: int) -> MachineModel:
     on_a_node = -(-ranks // len(cluster.nodes))
     share = min(node.cpus for node in cluster.nodes) / on_a_node
     share = threads if 0 < threads < int(share) else share
-    speed = share**THREAD_EXPONENT if share > 1 else share
+    speed = share**_THREAD_EXPONENT if share > 1 else share
     memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
     told = min(node.network_bytes_per_s for node in cluster.nodes)
     network = told or _network(cluster, _NETWORK_BYTES_PER_S)
