@@ -717,9 +717,7 @@ class StateCopies:
 
         Then send them to the node's neighbour, if it has one, in whose memory they outlive this node.
         """
-        return self._write_memory(*self._snapshots.pop("keep"), wanted)
-
-    def _write_memory(self, copy: StateSnapshot, save: _Save, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
+        copy, save = self._snapshots.pop("keep")
         writer, step = self._memory.write(wanted.version, copy.size_bytes, wanted.hold), copy.step
         save(copy, writer)
         del copy, save  # its memory is for the next snapshot
@@ -737,7 +735,11 @@ class StateCopies:
     def copy_just_in_time(self, engine: Engine, wanted: MemoryCopyRequest) -> MemoryCopyTaken:
         """Copy the state to the node's memory, where it outlives this process; the answer says so if that fails."""
         try:
-            return self._write_memory(engine.snapshot(), engine.save, wanted)
+            copy = engine.snapshot()
+            writer = self._memory.write(wanted.version, copy.size_bytes, wanted.hold)
+            engine.save(copy, writer)
+            files = (NodeMemoryFile(node=self._node, file=file) for file in writer.entries)
+            return MemoryCopyTaken(files=tuple(files), step=copy.step)
         except PeerLost:  # a step ended in the middle of its update
             return MemoryCopyTaken(files=())
         except Exception as error:  # of any kind: the failure that came first is the one to be told

@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import cloudpickle
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.driver_harness import Story, progressed
 from trainwright.core import events
-from trainwright.core.engine import CheckpointFile
+from trainwright.core.engine import CheckpointFile, StateSnapshot
 from trainwright.core.errors import PeerLost, StorageError
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
@@ -42,7 +44,9 @@ from trainwright.storage.memory_checkpoints import (
     PeerMemory,
     remove_stale_copies,
 )
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import Owner
+from trainwright.worker.worker import StateCopies
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
 FILE = CheckpointFile(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())
@@ -506,3 +510,50 @@ def test_a_pipe_in_shared_memory_does_not_hold_the_sweep(where: str, tmp_path: P
     remove_stale_copies(tmp_path)
     signal.alarm(0)
     assert folder.exists()
+
+
+class Engine:
+    """Copies a state of one file, or fails to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def snapshot(self) -> StateSnapshot:
+        if self._error is not None:
+            raise self._error
+        return StateSnapshot(step=7, size_bytes=5, state=np.zeros(5, np.uint8))
+
+    def save(self, copy: StateSnapshot, writer: Any) -> None:
+        writer.write("state", b"12345")
+
+
+def copies_at(tmp_path: Path, peers: Any = None) -> StateCopies:
+    copies = StateCopies(open_store(str(tmp_path / "runs")), "one", "n0", peers or PeerMemory())
+    copies._memory = MemoryCheckpointStore("one", tmp_path)
+    return copies
+
+
+def test_a_snapshot_is_freed_before_it_is_sent_to_the_neighbour(tmp_path: Path) -> None:
+    """Sending takes a tenth of the time, and the next snapshot may come before it ends."""
+    alive, peers = list[bool](), MagicMock()
+    copies, engine = copies_at(tmp_path, peers), Engine()
+    copies.take(cast(Any, engine), m.SnapshotRequest(step=7, verbs=("keep",)))
+    state = weakref.ref(copies._snapshots["keep"][0].state)
+    peers.send.side_effect = lambda *_: alive.append(state() is not None)
+    taken = copies.keep(m.MemoryCopyRequest(version=1, neighbours=(("n0", "n1"),)))
+    assert alive == [False] and [item.node for item in taken.files] == ["n0", "n1"] and taken.step == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "trouble"),
+    [(None, ""), (PeerLost("half an update"), ""), (ValueError("no such variable"), "ValueError: no such variable")],
+)
+def test_a_worker_that_leaves_answers_whether_it_has_copied_its_state(
+    tmp_path: Path, error: Exception | None, trouble: str
+) -> None:
+    taken = copies_at(tmp_path).copy_just_in_time(cast(Any, Engine(error)), m.MemoryCopyRequest(version=3))
+    assert (len(taken.files), taken.step, taken.trouble) == ((0, -1, trouble) if error else (1, 7, ""))
+    if error is None:
+        kept = m.MemoryCheckpoint(version=3, step=7, files=taken.files)
+        store = MemoryCheckpointStore("one", tmp_path)
+        assert MemoryCheckpointReader(store, kept, "n0", MagicMock()).read("state") == b"12345"
