@@ -54,7 +54,11 @@ def test_workers_are_forked_and_train_as_others_do(
     monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", "")
     monkeypatch.setattr("trainwright.runtime.forked_workers._AFTER_S", 1000.0)  # only a standby has one started
     monkeypatch.setattr("trainwright.runtime.forked_workers._STARTED_S", 1000.0)  # on a busy machine imports take long
-    ready = {7: torch_jobs.Awaited(kind=events.Placed, spare=True)}
+    # Until the second standby is up: Ray would give its process to the next run, however it was started.
+    ready = {
+        7: torch_jobs.Awaited(kind=events.Placed, spare=True),
+        20: torch_jobs.Awaited(kind=events.Placed, number=2, spare=True),
+    }
 
     forked, servers = fit(tmp_path / "1" / "runs", 8, spares=1, awaits=ready)
     assert forked[:3] == [False, False, True] and len(servers) == 1, "the first standby is the first one that is forked"
