@@ -16,6 +16,7 @@ from typing import Any
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
+from trainwright.core.frameworks import keep_freed_memory
 from trainwright.core.topology import Address, Generation, Group, Peer
 from trainwright.driver.messages import ReserveRequest, RestorePlan
 from trainwright.planning.decision import Decision
@@ -126,7 +127,8 @@ def _run_config(config: WorkerConfig, pipes: Sequence[Connection]) -> list[Any]:
 def _serve(
     work: RankWork, context: ContextFactory, rank: int, pipe: Connection, barriers: Mapping[int, Barrier]
 ) -> None:
-    """Run one configuration after another, until the pipe is closed."""
+    """Run one configuration after another, until the pipe is closed. Memory is kept as in a worker's actor."""
+    keep_freed_memory()
     with contextlib.suppress(EOFError):
         while True:
             config: WorkerConfig = pipe.recv()

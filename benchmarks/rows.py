@@ -47,7 +47,6 @@ PIPELINE = Row(
     told="step of a pipeline of two stages, 6.6 M parameters, 4 micro-batches, against torch's Schedule1F1B",
     benchmark="pipeline_step",
     what="median step, against torch's PipelineStage and Schedule1F1B",
-    why="2.6 ms are Python between the operations of the stages, the rest is not explained",
 )
 SHARDED = Row(
     told="sharded step (ZeRO-3) of the 0.8 M parameter network, against plain FSDP2",

@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -132,6 +133,22 @@ def set_keepalive(connection: socket.socket, *, idle_s: int = 30, interval_s: in
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def wait_for(event: int, until: float, *of: socket.socket) -> socket.socket:
+    """Wait for an event of `select.poll` on one of several sockets, or for its end, and return that one.
+
+    Raises TimeoutError at a deadline on the clock of `time.monotonic` (NO_DEADLINE is none), OSError if one is closed.
+    """
+    poll, sockets = select.poll(), {each.fileno(): each for each in of}
+    if -1 in sockets:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    for descriptor in sockets:
+        poll.register(descriptor, event)
+    ready = poll.poll(None if until == NO_DEADLINE else 1000 * remaining_s(until))
+    if not ready:
+        raise TimeoutError("timed out")
+    return sockets[ready[0][0]]
+
+
 class SocketListener:
     """A listening TCP socket on a port that the system chose and, on Linux, a Unix socket beside it.
 
@@ -160,9 +177,9 @@ class SocketListener:
         return (self.tcp,) if self.local is None else (self.tcp, self.local)
 
     def accept(self, until: float) -> socket.socket:
-        """Wait for the next TCP connection. Raises OSError at a deadline and after `cut`; NO_DEADLINE is none."""
-        self.tcp.settimeout(None if until == NO_DEADLINE else remaining_s(until))
-        return self.tcp.accept()[0]
+        """Wait for the next connection. Raises OSError at a deadline and after `cut`; NO_DEADLINE is none."""
+        ready = wait_for(select.POLLIN, until, *self.sockets)
+        return ready.accept()[0]
 
     def cut(self) -> None:
         """Stop listening, from any thread: a blocked `accept` raises."""
@@ -266,12 +283,15 @@ class OutgoingBuffers:
             self.views[0] = self.views[0][count:]
 
 
-def send_available(connection: socket.socket, pieces: OutgoingBuffers) -> bool:
-    """Send what the socket takes now; return whether that was all. Raises OSError except BlockingIOError."""
+def send_available(connection: socket.socket, pieces: OutgoingBuffers, flags: int = 0) -> bool:
+    """Send what the socket takes now; return whether that was all. Raises OSError except BlockingIOError.
+
+    The socket must not block, by itself or by the flags.
+    """
     while pieces.views:
         files = [] if pieces.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pieces.file]))]
         try:
-            pieces.sent(connection.sendmsg(pieces.views[:_MAX_BUFFERS], files))
+            pieces.sent(connection.sendmsg(pieces.views[:_MAX_BUFFERS], files, flags))
         except BlockingIOError:
             return False
     return True
@@ -358,7 +378,7 @@ def authenticate(connection: socket.socket, key: bytes, rank: int, until: float)
         raise ConnectionError("the server does not know the group's key")
 
 
-def _authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
+def authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
     """Do the server's side over a blocking socket, and return the member's rank. Raises OSError."""
     challenge = new_nonce()
     connection.settimeout(remaining_s(until))
@@ -440,7 +460,7 @@ def accept_member(listener: SocketListener, key: bytes, until: float) -> tuple[i
     """
     connection = listener.accept(until)
     try:
-        rank = _authenticate_peer(connection, key, min(until, time.monotonic() + HANDSHAKE_S))
+        rank = authenticate_peer(connection, key, min(until, time.monotonic() + HANDSHAKE_S))
     except OSError:
         connection.close()
         return None

@@ -84,7 +84,7 @@ def formed(
     addresses = [address for address in exchange(engine.reserve(GENERATION, "worker")) if isinstance(address, Address)]
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     place = ranks.index(rank) if ranks else rank
-    tag = engine.form(Group(generation=GENERATION, rank=place, peers=peers, deadline_s=20.0))
+    tag = engine.form(Group(generation=GENERATION, rank=place, peers=peers, key=b"of tests", deadline_s=20.0))
     if tag.step is None:
         engine.build(job, how or plan(ranks=len(peers)))
     return engine

@@ -7,7 +7,8 @@ which other ranks wait. So the sockets are found and shut here: gloo serves all 
 Connections are shut for reading only. gloo then ends them by itself and wakes all who wait. A failed write is reported
 to nobody (gloo/transport/tcp/pair.cc: `signalException` skips the unbound buffers in `tx_`), and its collective would
 wait until the group's deadline, so no write must fail before gloo has seen the end. At the peers a write may fail, as
-where a process dies; `pipeline.p2p` waits only for what gloo reports, and a group that still waits is abandoned.
+where a process dies; a group that still waits then is abandoned. Stages of a pipeline send tensors over sockets of
+their own (`pipeline.stage_channels`).
 
 NCCL's communicators are aborted instead. The kernel of an aborted collective ends with any values and raises nothing,
 so `confirm` comes before a result of collectives is used. Torch's own watchdog is told to end no process.
@@ -254,7 +255,7 @@ class ProcessGroupHandle:
         So a thread does that, which is left behind where the group is interrupted.
         """
         leader = group.peers[0].address
-        one_host = _one_host(group)
+        one_host = is_one_host(group)
         host = LOOPBACK if one_host else leader.host
         listening = self._sockets[-1 if one_host else 0].detach() if self._sockets and group.rank == 0 else None
         self._close_sockets()
@@ -320,7 +321,8 @@ def gather_names(own: Collection[str], device: torch.device) -> tuple[str, ...]:
     return tuple(sorted({name for row in rows for name in json.loads(bytes(row).strip() or b"[]")}))
 
 
-def _one_host(group: Group) -> bool:
+def is_one_host(group: Group) -> bool:
+    """Return whether all members are on one host."""
     return len({peer.address.host for peer in group.peers}) == 1
 
 
@@ -333,7 +335,7 @@ def socket_interface(group: Group) -> Iterator[None]:
     """
     host = group.peers[group.rank].address.host
     wanted = {
-        _GLOO_INTERFACE: interface_name(LOOPBACK if _one_host(group) else host),
+        _GLOO_INTERFACE: interface_name(LOOPBACK if is_one_host(group) else host),
         _NCCL_INTERFACE: f"={name}" if (name := interface_name(host)) else None,
     }
     ours = {variable: name for variable, name in wanted.items() if name and variable not in os.environ}

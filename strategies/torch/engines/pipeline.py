@@ -38,11 +38,13 @@ class Pipeline(ShardedModelEngine):
         self._links: StageLinks | None = None
         self._shards: StageShards | None = None
 
-    def leave(self) -> None:
-        """Drop what holds the process group, end it and close its sockets; the state stays."""
-        links = self._links
-        super().leave()
-        del links  # only now, with what an error left on its way
+    def interrupt(self, deadline_s: float) -> bool:
+        """End blocked transfers and collectives, so that whoever waits for one raises PeerLost at once."""
+        ended = super().interrupt(deadline_s)
+        links = self._links  # read after that: later ones cannot connect any more
+        if links is not None:
+            links.cut()
+        return ended
 
     # --- the state ----------------------------------------------------------------------------------------
 
@@ -91,7 +93,9 @@ class Pipeline(ShardedModelEngine):
             self.replica.recall()
 
     def _release(self) -> None:
-        self._links = None
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
         if self._replica is not None:
             self._replica.recall()
         super()._release()
@@ -103,9 +107,11 @@ class Pipeline(ShardedModelEngine):
 
     def _join_mesh(self, plan: Plan) -> None:
         super()._join_mesh(plan)
+        assert self._group is not None, "form() comes first"
         if self._part != WHOLE_MODEL:
             meant = replace(plan, mesh=self._placed.mesh)
-            self._links = StageLinks(meant, self._rank, self._device, self._placed.deadline)
+            self._links = StageLinks(meant, self._group, self._device)
+            self._links.connect()
             self._layout = f"{self._part.layout}-{layout_hash(plan)}"
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:

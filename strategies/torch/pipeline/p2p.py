@@ -1,62 +1,69 @@
-"""What a stage of a pipeline receives for its operations and sends to other stages, or to its own next section.
-
-When a connection ends, gloo reports it only to messages that have not started (gloo/transport/tcp/pair.cc,
-`signalException`). A half-written send or a half-read receive would wait until the group's deadline. So a rank waits
-only for empty receives, which cannot be half done: an empty message follows all tensors, and has come only after them.
-The receiver answers with another one, which tells the sender that its tensors have been taken.
-"""
+"""What a stage of a pipeline receives for its operations and sends to other stages, or to its own next section."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
+from socket import socket
 from typing import Literal
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup, Work
 
+from trainwright.core.errors import PeerLost
 from trainwright.core.plan import Plan, section_of, stage_of_section
+from trainwright.core.topology import Address, Group
+from trainwright.strategies.common.socket_transport import (
+    LOOPBACK,
+    LOST_PEER_REMEDY,
+    ConnectionCanceller,
+    SocketListener,
+    own_host,
+)
 from trainwright.strategies.cost_model.pipeline_schedules import Operation
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints, is_one_host
 from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.pipeline.stage_channels import (
+    Channel,
+    GroupChannel,
+    SocketChannel,
+    Waits,
+    accept_channel,
+    open_channel,
+)
 from trainwright.strategies.torch.step_trace import PhaseTimer
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.training.objective import MicroBatchShare
 
 _Direction = Literal["forward", "backward"]
-_TAGS: Mapping[_Direction, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
-_ANSWERS: Mapping[_Direction, int] = {"forward": 2, "backward": 3}
+_ChannelKey = tuple[_Direction, int, int]  # source and target stage
 _TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _P2PTransfer:
-    """Tensors under way; they must not change, and their works must be held, until it has ended."""
+    """Tensors under way; they must not change, and be held, until it has ended."""
 
     tensors: list[Tensor]
-    works: list[Work]  # of the tensors; over gloo the last one's end is that of all
-    stage: int  # the other one's
-    way: _Direction
+    waits: Waits
 
-    def wait(self) -> None:
-        """Wait until it has ended. Raises RuntimeError where the other rank is gone."""
-        for work in reversed(self.works):
-            work.wait()
+    def wait(self) -> list[Tensor]:
+        """Wait until it has ended, and return the tensors. Raises PeerLost or RuntimeError if a rank is gone."""
+        for wait in self.waits:
+            wait()
+        return self.tensors
 
 
 class StageLinks:
     """A rank's place in a pipeline, and its messages under way.
 
-    Every rank of the world makes one at the same time, since it makes groups.
-
     Args:
         plan: with the mesh of the group.
-        rank: in the group.
+        group: of the ranks.
         device: where tensors are received.
-        deadline: of every message.
 
     Attributes:
         columns: the ranks of each pipeline, by stage.
@@ -64,64 +71,105 @@ class StageLinks:
         receives: receives under way, by the operation that needs them.
         sent: sends of this step.
         early_sends: sends for the next step, which may be taken only then.
-        acknowledgements: sends of the newest steps. Nothing waits for them: a rank that takes part in a step has
-            received those of the step before, and those of early sends one step later.
 
-    After an error all of these may have entries, and this object must outlive the group: at a message whose buffer is
-    gone, gloo stops to read a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise). It
-    then reports nothing to those who wait for later messages, and does not see the connection's end.
+    After an error the last three may have entries.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, deadline: timedelta) -> None:
+    def __init__(self, plan: Plan, group: Group, device: torch.device) -> None:
         mesh = plan.mesh
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
-        self.stage, self._place = divmod(rank, width)
+        self.stage, self._place = divmod(group.rank, width)
         self.columns: tuple[tuple[int, ...], ...] = tuple(zip(*rows, strict=True))
-        self.device = device
+        self._group, self.device = group, device
         self.receives: dict[Operation, _P2PTransfer] = {}
         self.sent: list[_P2PTransfer] = []
         self.early_sends: list[_P2PTransfer] = []
-        self.acknowledgements: deque[list[Work]] = deque([[]], maxlen=4)
-        # Over NCCL one group for activations and one for gradients, from each stage to each neighbour: in one group
-        # messages would wait for each other.
-        self._groups: dict[tuple[_Direction, int, int], ProcessGroup] = {}
-        for column in self.columns if device.type == "cuda" else ():
-            for way, source, target in dict.fromkeys(_neighbor_pairs(plan)):
-                group = distributed.new_group([column[source], column[target]], timeout=deadline)
-                if column == self.column:
-                    self._groups[way, source, target] = group
+        # One for activations and one for gradients, from each stage to each neighbour: in one channel messages would
+        # wait for each other.
+        self._keys: tuple[_ChannelKey, ...] = tuple(dict.fromkeys(_neighbor_pairs(plan)))
+        self._channels: dict[_ChannelKey, Channel] = {}
+        self._canceller, self._listener = ConnectionCanceller(), None if device.type == "cuda" else _listen(group)
 
     @property
     def column(self) -> tuple[int, ...]:
         """The ranks of this pipeline, by stage."""
         return self.columns[self._place]
 
+    def connect(self) -> None:
+        """Connect to the neighbours, by the group's deadline. Every rank of the group calls it at the same time.
+
+        Raises:
+            PeerLost, RuntimeError: a rank is gone, or `cut` was called.
+        """
+        if self._listener is None:
+            self._make_groups()
+            return
+        own = self._listener.address
+        ports = all_gather_ints([own.port], self.device)
+        hosts = [own.host if is_one_host(self._group) else peer.address.host for peer in self._group.peers]
+        addresses = [Address(host=host, port=port) for host, (port,) in zip(hosts, ports, strict=True)]
+        try:
+            self._open_sockets(addresses, self._listener)
+        except OSError as error:
+            raise PeerLost(f"a stage cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
+        finally:
+            self._listener.close()
+
+    def _make_groups(self) -> None:
+        deadline = timedelta(seconds=self._group.deadline_s)
+        for column in self.columns:
+            for key in self._keys:
+                _, source, target = key
+                group = distributed.new_group([column[source], column[target]], timeout=deadline)
+                if column == self.column and self.stage in (source, target):
+                    self._channels[key] = GroupChannel(group, column[target if self.stage == source else source])
+
+    def _open_sockets(self, addresses: Sequence[Address], listener: SocketListener) -> None:
+        """Open the channels in one order on all ranks, so that no two wait for each other."""
+        key, deadline_s = self._group.key, self._group.deadline_s
+        until, accepted = time.monotonic() + deadline_s, dict[int, socket]()
+        for number, (way, source, target) in enumerate(self._keys):
+            if self.stage == source:
+                there = self.column[target]
+                connection = open_channel(addresses[there], key, number, until, self._canceller)
+            elif self.stage == target:
+                there = self.column[source]
+                while number not in accepted:
+                    accepted.update([found] if (found := accept_channel(listener, key, until, self._canceller)) else [])
+                connection = accepted.pop(number)
+            else:
+                continue
+            self._channels[way, source, target] = SocketChannel(connection, f"rank {there}", deadline_s)
+            if self._canceller.off:  # read last, as `cut` sets it first
+                raise ConnectionAbortedError("cut")
+
+    def cut(self) -> None:
+        """End all channels, from any thread: whoever waits for one raises."""
+        self._canceller.cut()
+        if self._listener is not None:
+            self._listener.cut()
+        for channel in [*self._channels.values()]:
+            channel.cut()
+
+    def close(self) -> None:
+        """End and free all channels."""
+        self.cut()
+        if self._listener is not None:
+            self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
     def send(self, tensors: Sequence[Tensor], stage: int, way: _Direction, *, ahead: bool = False) -> None:
         """Start to send tensors, which must not change until `settle`, of this step or the next."""
-        group = self._groups.get((way, self.stage, stage))
-        there, tag = self.column[stage], _TAGS[way]
-        given = [*tensors, *self._mark(tensors)]
-        works = [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in given]
-        works += [self._begun(distributed.irecv(each, there, tag=_ANSWERS[way])) for each in self._mark(tensors)]
-        message = _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
-        (self.early_sends if ahead else self.sent).append(message)
+        if tensors:
+            waits = self._channels[way, self.stage, stage].send(tensors)
+            (self.early_sends if ahead else self.sent).append(_P2PTransfer(tensors=list(tensors), waits=waits))
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: _Direction) -> _P2PTransfer:
         """Start to receive into tensors."""
-        group = self._groups.get((way, stage, self.stage))
-        there, tag = self.column[stage], _TAGS[way]
-        given = [*tensors, *self._mark(tensors)]
-        works = [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in given]
-        return _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
-
-    def take(self, message: _P2PTransfer) -> list[Tensor]:
-        """Wait for a message, acknowledge it and return its tensors."""
-        message.wait()
-        there, tag = self.column[message.stage], _ANSWERS[message.way]
-        marks = self._mark(message.tensors)
-        self.acknowledgements[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
-        return message.tensors
+        waits = self._channels[way, stage, self.stage].receive(tensors) if tensors else []
+        return _P2PTransfer(tensors=list(tensors), waits=waits)
 
     def settle(self) -> None:
         """End a step: wait until all that was sent for it has been taken."""
@@ -129,22 +177,12 @@ class StageLinks:
             message.wait()
         self.sent[:] = self.early_sends
         self.early_sends.clear()
-        self.acknowledgements.append([])
 
     def forget(self) -> None:
         """Forget the messages that an error may have left."""
         self.receives.clear()
         self.sent.clear()
         self.early_sends.clear()
-
-    def _mark(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the empty message that goes with tensors over gloo."""
-        return [torch.empty(0)] if tensors and not self._groups else []
-
-    @staticmethod
-    def _begun(work: Work | None) -> Work:
-        assert work is not None, "this rank is in the group"
-        return work
 
 
 @dataclass(kw_only=True)
@@ -188,7 +226,7 @@ class StageMessages:
         """Return what an operation needs, once it is there."""
         if operation not in self.links.receives:
             return self._local_values.pop(operation, [])  # nothing is given to the first section
-        buffers = self.links.take(self.links.receives[operation])
+        buffers = self.links.receives[operation].wait()
         del self.links.receives[operation]  # only now: an error may leave it under way
         self.laps.wait()
         return buffers
@@ -229,7 +267,7 @@ class StageMessages:
         section = self.section(operation)
         if section and (before := self.stage_of(section - 1)) != self.links.stage:
             numbers = torch.zeros(len(self.cut.taken(section, rows)), dtype=torch.int64, device=self.links.device)
-            self.links.take(self.links.receive([numbers], before, "forward"))
+            self.links.receive([numbers], before, "forward").wait()
             self.dtypes[section] = [_TYPES[number] for number in numbers.tolist()]
 
     def send_dtypes(self, operation: Operation, outputs: Sequence[Tensor]) -> None:
@@ -243,7 +281,7 @@ class StageMessages:
     def take_early(self) -> None:
         """Take what other stages have sent for the next step, and wait until what this one sent has been taken."""
         for message in self.links.receives.values():
-            self.links.take(message)
+            message.wait()
         self.links.settle()
 
     def renumber(self, count: int) -> None:
@@ -267,7 +305,14 @@ class StageMessages:
         ]
 
 
-def _neighbor_pairs(plan: Plan) -> Iterator[tuple[_Direction, int, int]]:
+def _listen(group: Group) -> SocketListener:
+    try:
+        return SocketListener(LOOPBACK if is_one_host(group) else own_host())
+    except OSError as error:
+        raise PeerLost(f"no port is free for the other stages ({error})", remedy=LOST_PEER_REMEDY) from error
+
+
+def _neighbor_pairs(plan: Plan) -> Iterator[_ChannelKey]:
     """Yield which stage sends activations and gradients to which one."""
     stages = [
         stage_of_section(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)
