@@ -19,7 +19,7 @@ from trainwright.distillation.teacher_delivery import choose_delivery, record_de
 from trainwright.distillation.trained_student import Student, students_of
 from trainwright.reporting.html.report_file import write_report
 from trainwright.reporting.scorecard import Scorecard
-from trainwright.runtime.launch import prepare_run
+from trainwright.runtime.launch import prepare_run, refuse_running
 from trainwright.runtime.run_handle import Run, RunDriver, wait_for_run
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.event_files import append_event
@@ -82,6 +82,7 @@ def run_distillation(
     distillation: Distillation, *, resume: bool, fresh: bool, verbose: bool, judge: bool
 ) -> DistilledRun:
     """See `tw.distill`."""
+    refuse_running(distillation.student)  # before teachers are trained for it
     train_teachers(distillation.teachers, verbose=verbose)
     chosen = choose_delivery(distillation, fresh=fresh, verbose=verbose)
     whole = compose_job(chosen, verbose=verbose)

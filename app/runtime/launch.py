@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from trainwright.storage.event_log import EventListener
 
 
+def refuse_running(job: Job) -> None:
+    """Refuse a job whose run has a living driver on this machine. Raises OwnedError."""
+    with suppress(StorageError):  # `prepare` says what is wrong with the store
+        RunLog(open_store(job.storage).impatient(), job.name).refuse_running()
+
+
 def prepare_run(
     job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False, notes: Sequence[str] = ()
 ) -> tuple[RunDriver, Decision]:
@@ -48,8 +54,7 @@ def prepare_run(
             f"token, {TOKEN_HELP}",
         )
     if not detached:
-        with suppress(StorageError):  # `prepare` says what is wrong with the store
-            RunLog(open_store(job.storage).impatient(), job.name).refuse_running()
+        refuse_running(job)
     started: list[bool] = []  # whether each call did
 
     def connected() -> None:

@@ -15,7 +15,7 @@ import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.small_distillation import distillation, wide
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import JobError, PlanError, TrainwrightError
+from trainwright.core.errors import JobError, OwnedError, PlanError, TrainwrightError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.distillation import teacher_delivery
 from trainwright.distillation.distillation_job import compose_job
@@ -24,7 +24,7 @@ from trainwright.distillation.teacher_delivery import DeliveryPlans
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.object_store import open_store
-from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.run_log import Heartbeat, Owner, RunLog
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
 
 CPUS = Cluster(nodes=(Node(name="one", cpus=4.0, memory_bytes=8 * 2**30),))
@@ -172,6 +172,21 @@ def test_a_distillation_is_not_planned_before_its_teachers_are_trained(tmp_path:
         with pytest.raises(PlanError, match="not trained yet: a, b;") as caught:
             tw.plan(asked)
         assert caught.value.where == "run 'run-a', run 'run-b'" and "tw.distill(...) trains" in caught.value.remedy
+
+
+def test_no_teacher_is_trained_for_a_student_that_another_driver_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = distillation(tmp_path, teachers=untrained(tmp_path, "a"))
+    monkeypatch.setattr(
+        "trainwright.distillation.distilled_run.train_teachers", lambda *_, **__: pytest.fail("too late")
+    )
+    store = open_store(str(tmp_path))
+    heart = Heartbeat(store, "student", RunLog(store, "student").acquire(Owner.here(), {}).token)
+    heart.start()
+    with pytest.raises(OwnedError, match="run 'student' is in use by process"):
+        tw.distill(wish)
+    heart.stop()
 
 
 def test_the_plan_of_a_recipe_is_that_of_the_stage_whose_turn_it_is(
