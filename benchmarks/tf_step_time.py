@@ -26,8 +26,8 @@ NOTE = (
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     described = {**keras_problem.FIELDS, "strategy": "tf_multi_worker_mirrored"}
-    pairs = block_pairs(60, smoke=smoke)
-    return compare_loops("tf_step_time", folder, _by_hand, "plain MultiWorkerMirroredStrategy", pairs, 1.05, **described)
+    against, pairs = "plain MultiWorkerMirroredStrategy", block_pairs(60, smoke=smoke)
+    return compare_loops("tf_step_time", folder, _by_hand, against, pairs, 1.05, **described)
 
 
 def _by_hand(worker: Worker, _rank: int) -> Loop:
