@@ -42,7 +42,7 @@ STEP = Row(
     told="step of a 0.8 M parameter network, against plain DDP, median",
     benchmark="step_time",
     what="median step, against plain DDP",
-    why="0.37 ms more Python in each step, whatever the network\'s size",
+    why="0.37 ms more Python in each step, for a network of any size",
 )
 PIPELINE = Row(
     told="step of a pipeline of two stages, 6.6 M parameters, 4 micro-batches, against torch's Schedule1F1B",
