@@ -138,7 +138,8 @@ def _module(path: str) -> ModuleType:
     """Run a job file."""
     file = Path(path)
     if not file.is_file():
-        raise JobError([f"{path}: there is no such file"])
+        hint = "" if file.suffix else "; give the path of a job file, such as job.py: the name of a run is not enough"
+        raise JobError([f"{path}: there is no such file{hint}"])
     name = f"trainwright_job_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     if spec is None or spec.loader is None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainwright.core import formatting
 from trainwright.core.cluster import ANY_KIND, RAY_RESOURCES, Cluster, Node, find_accelerator
 from trainwright.core.errors import JobError, PlanError, ResourceError, nearest
 from trainwright.core.job import Job
@@ -229,7 +230,8 @@ def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, .
     ratio = estimate_of(chosen).target_s / estimate_of(best).target_s
     if ratio < _WORTH_NOTING:
         return ()
-    return (f"without {given}, {best.strategy} on {best.workers} workers is predicted {ratio:.1f} times as fast",)
+    workers = formatting.count(best.workers, "worker")
+    return (f"without {given}, {best.strategy} on {workers} is predicted {ratio:.1f} times as fast",)
 
 
 def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def fit(folder: Path, kill_step: int, **fields: Any) -> tuple[list[bool], set[in
     return [is_fork_server(line) for line in lines], servers
 
 
+@pytest.mark.timeout(360)  # four runs and six standbys, some of which import torch: 140 s in a whole suite
 def test_workers_are_forked_and_train_as_others_do(
     ray_cluster: None, tmp_path: Path, unbroken: Callable[[int], State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,11 +55,9 @@ def test_workers_are_forked_and_train_as_others_do(
     monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", "")
     monkeypatch.setattr("trainwright.runtime.forked_workers._AFTER_S", 1000.0)  # only a standby has one started
     monkeypatch.setattr("trainwright.runtime.forked_workers._STARTED_S", 1000.0)  # on a busy machine imports take long
+    last = {7: torch_jobs.Awaited(kind=events.Placed, spare=True)}
     # Until the second standby is up: Ray would give its process to the next run, however it was started.
-    ready = {
-        7: torch_jobs.Awaited(kind=events.Placed, spare=True),
-        20: torch_jobs.Awaited(kind=events.Placed, number=2, spare=True),
-    }
+    ready = last | {20: torch_jobs.Awaited(kind=events.Placed, number=2, spare=True)}
 
     forked, servers = fit(tmp_path / "1" / "runs", 8, spares=1, awaits=ready)
     assert forked[:3] == [False, False, True] and len(servers) == 1, "the first standby is the first one that is forked"
@@ -70,7 +69,7 @@ def test_workers_are_forked_and_train_as_others_do(
     assert final_state(tmp_path / "2" / "runs", "faulty") == expected
 
     os.kill(server, signal.SIGKILL)
-    forked, servers = fit(tmp_path / "3" / "runs", 8, spares=1, awaits=ready)
+    forked, servers = fit(tmp_path / "3" / "runs", 8, spares=1, awaits=last)
     assert forked[:2] == [False, False], "workers import by themselves where the server is gone"
     assert forked[2] and server not in servers, "a standby has it started again"
     assert final_state(tmp_path / "3" / "runs", "faulty") == expected
