@@ -47,7 +47,6 @@ def fit(folder: Path, kill_step: int, **fields: Any) -> tuple[list[bool], set[in
     return [is_fork_server(line) for line in lines], servers
 
 
-@pytest.mark.timeout(360)  # four runs and six standbys, some of which import torch: 140 s in a whole suite
 def test_workers_are_forked_and_train_as_others_do(
     ray_cluster: None, tmp_path: Path, unbroken: Callable[[int], State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +63,7 @@ def test_workers_are_forked_and_train_as_others_do(
     assert final_state(tmp_path / "1" / "runs", "faulty") == expected
     (server,) = servers
 
-    forked, servers = fit(tmp_path / "2" / "runs", 8, spares=1, awaits=ready)
+    forked, servers = fit(tmp_path / "2" / "runs", 8, spares=0)
     assert all(forked) and servers == {server}, "a later run finds the server"
     assert final_state(tmp_path / "2" / "runs", "faulty") == expected
 
