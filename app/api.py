@@ -6,6 +6,7 @@ Each takes a Job or the path of a job file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from trainwright.core.cluster import Cluster
@@ -68,8 +69,9 @@ def plan(
 ) -> Decision | WhatIf:
     """Return the plan for a job and the rejected plans, with reasons; notes say where a distillation's teachers run.
 
-    For a recipe of several stages, it is the plan of the next stage: later stages depend on its result. On CPUs a step
-    is timed first, for half a second in processes of its own, unless the job has `preflight=False`.
+    For a recipe of several stages, it is the plan of the next stage: later stages depend on its result. As in `fit`,
+    the job's functions are tried first, and on CPUs a step is timed, for half a second in processes of its own, unless
+    the job has `preflight=False`; what they raise is raised. With `cluster` they are not tried.
 
     Args:
         cluster: a hypothetical cluster such as `128x8xH100-80GB`: returns the best plan on it or on a part of it, with
@@ -103,9 +105,11 @@ def plan(
         )  # fmt: skip
         there = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         return what_if(profile_of(prepared), there, request)
-    with Preflight(prepared) as trial:  # it times a step on CPUs, as `fit` does
+    with Preflight(prepared) as trial:  # it runs the job's functions, and times a step on CPUs, as `fit` does
         connect()
-        return decide_plan(prepared, trial.time_step)
+        decision = decide_plan(prepared, trial.time_step)
+        chosen = decision.chosen
+        return replace(decision, chosen=replace(chosen, notes=(*chosen.notes, *trial.settle(decision))))
 
 
 def start(

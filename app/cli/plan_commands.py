@@ -299,6 +299,8 @@ def _parse_slowdown(text: str) -> tuple[float, ...]:
 
 _OPTIONS = (
     (r"\b(resume|fresh|here|verbose)=True", r"--\1"),
+    (r"\btw\.open_run\('(.+?)', '(.+?)'\) shows", r"`trainwright show \1 --storage \2` shows"),
+    (r"\ba larger epochs=", "a larger --set epochs="),
     (r"\bcritical_batch=(?=\d)", "--critical-batch "),
     (r"\b(step|price)=(?=\d)", r"--\1 "),
     (r"\bleave detached out", "leave --detach out"),

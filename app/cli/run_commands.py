@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +28,7 @@ from trainwright.cli.options import (
     terminal_console,
     with_pins,
 )
+from trainwright.core import formatting
 from trainwright.core.errors import JobError, nearest
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def fit(
         print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
         print(f"stop it with: trainwright stop {job.name} --storage {job.storage}")
         return
-    if not as_json:
+    if not as_json and Path(file).is_file():
         _print_message(f"loading {file}, trying its functions and choosing a plan")  # which takes seconds
     run = api.fit(_job(file, overrides, strategy, workers, profile), resume=resume, fresh=fresh, verbose=verbose)
     if as_json:
@@ -357,15 +360,20 @@ def _command_arguments(file: str, overrides: list[str] | None) -> str:
     return shlex.quote(file) + "".join(f" --set {shlex.quote(item)}" for item in overrides or ())
 
 
+def _program() -> str:
+    """Return what a shell calls this program by: its path where its environment is not activated."""
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "trainwright" and not shutil.which(called.name) else "trainwright"
+
+
 def _print_result(run: Any, loading_code: str, arguments: str) -> None:
     """Print where the results are, and how to use the model."""
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     lines = [
-        f"result       {metrics or 'not evaluated'}",
+        f"result       {formatting.metrics(run.metrics) or 'not evaluated'}",
         f"report       {run.report}",
         f"checkpoints  {run.folder}/checkpoints",
         f"tensorboard  {run.folder}/tensorboard",
         f"model        {loading_code}",
-        f"evaluate     trainwright evaluate {arguments}",
+        f"evaluate     {_program()} evaluate {arguments}",
     ]
     print("\n".join(lines))

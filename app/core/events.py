@@ -384,12 +384,13 @@ class CheckpointSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    """Something failed; the run may recover. `step` is the last completed step known."""
+    """Something failed; the run may recover. `step` is the newest completed step that the driver had heard of."""
 
     generation: int = 0
     worker: int = -1
     rank: int = -1
     node: str = ""
+    pid: int = 0  # 0 for none
     cause: str = ""
     detail: str = ""
     step: int = 0

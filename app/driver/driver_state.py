@@ -77,6 +77,7 @@ class GroupMember:
     slot: int  # its worker slot
     node: str = ""
     home: str = ""  # Ray's id of the node
+    pid: int = 0
     told: bool = False  # whether it knows its rank
     fresh: bool = True  # whether its first rendezvous is still incomplete
     pieces: frozenset[str] = frozenset()  # pieces of the state that it held after the last rendezvous
@@ -93,6 +94,7 @@ class StandbyWorker:
     slot: int | None = None
     node: str = ""
     home: str = ""
+    pid: int = 0
     ready: bool = False
 
 

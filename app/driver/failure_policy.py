@@ -50,9 +50,17 @@ TIMER_TOLERANCE_S = 1e-3  # a remaining wait that is not worth a timer
 
 def failed_event(state: DriverState, worker: int, rank: int, cause: str, detail: str = "") -> Failed:
     """Return the event that reports a failure; rank -1 for none."""
-    node = state.membership.members[rank].node if rank >= 0 else ""
-    number, step = state.epoch.generation.number, state.position.progress
-    return Failed(generation=number, worker=worker, rank=rank, node=node, cause=cause, detail=detail, step=step)
+    member = state.membership.members[rank] if rank >= 0 else None
+    return Failed(
+        generation=state.epoch.generation.number,
+        worker=worker,
+        rank=rank,
+        node=member.node if member else "",
+        pid=member.pid if member else 0,
+        cause=cause,
+        detail=detail,
+        step=state.position.progress,
+    )
 
 
 def start_recovery(turn: Transition) -> None:

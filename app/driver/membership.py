@@ -81,15 +81,15 @@ def arm_start_deadline(turn: Transition) -> None:
 def assign_rank(turn: Transition, rank: int, standby: int | None, wait_s: float = 0.0) -> None:
     """Give a rank to a standby, or to a new process, which is started after `wait_s`."""
     state = turn.state
-    held = None if standby is None else state.membership.spares[standby]
+    held = StandbyWorker() if standby is None else state.membership.spares[standby]
     worker = state.membership.next_worker if standby is None else standby
-    slot = state.membership.members[rank].slot if held is None or held.slot is None else held.slot
-    member = GroupMember(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
+    slot = state.membership.members[rank].slot if held.slot is None else held.slot
+    member = GroupMember(worker=worker, slot=slot, node=held.node, home=held.home, pid=held.pid)
     turn.change(
         members=state.membership.members.put(rank, member),
         rank_of=state.membership.rank_of.put(worker, rank),
         next_worker=state.membership.next_worker + (standby is None),
-        starting=state.membership.starting if held and held.ready else state.membership.starting | {worker},
+        starting=state.membership.starting if held.ready else state.membership.starting | {worker},
         spares=state.membership.spares.without({worker}),
     )
     if standby is None:
@@ -159,7 +159,7 @@ def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     rank = state.membership.rank_of[event.worker]
     _note_accelerators(turn, state.membership.members[rank].slot, event)
     turn.change(starting=state.membership.starting - {event.worker})
-    update_member(turn, rank, node=event.node, home=event.home)
+    update_member(turn, rank, node=event.node, home=event.home, pid=event.pid)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
     if not turn.state.membership.starting:
         turn.disarm("place", "shrink")
@@ -168,7 +168,8 @@ def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
 def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
     """Note that a standby is up. The ranks pause for a joining worker, so that it can join."""
     state = turn.state
-    spare = replace(state.membership.spares[event.worker], node=event.node, home=event.home, ready=True)
+    waiting = state.membership.spares[event.worker]
+    spare = replace(waiting, node=event.node, home=event.home, pid=event.pid, ready=True)
     turn.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
@@ -315,7 +316,7 @@ def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
 
 def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
     assert spare.slot is not None, "a joining worker has a slot"
-    return GroupMember(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
+    return GroupMember(worker=worker, slot=spare.slot, node=spare.node, home=spare.home, pid=spare.pid)
 
 
 def admissible_joiners(state: DriverState) -> list[int]:
@@ -407,7 +408,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
     seated = {one.worker for one in ranked}
     waiting = {
-        one.worker: StandbyWorker(slot=one.slot, node=one.node, home=one.home, ready=True)
+        one.worker: StandbyWorker(slot=one.slot, node=one.node, home=one.home, pid=one.pid, ready=True)
         for one in living
         if one.worker not in seated
     }
@@ -562,6 +563,7 @@ def _members_by_rank(
             slot=_slot_of_survivor(one),
             node=one.node,
             home=one.home,
+            pid=one.pid,
             told=not one.waiting,
             fresh=one.waiting,
             part=_part_of_survivor(one, plan),

@@ -275,10 +275,9 @@ def _compute(
 
     job, placement = question.subject.job, order.plan.placement
     device = placement.accelerator or f"CPU, {formatting.count(placement.threads, 'thread')} each"
-    meter.note(
-        f"{question.manifest.who}: {formatting.count(len(question.waiting), 'part')} of "
-        f"{len(question.ranges):,} to compute on {formatting.count(size, 'worker')} ({device})"
-    )
+    stored = len(question.ranges) - len(question.waiting)
+    left_out = f"; {formatting.count(stored, 'part')} of {len(question.ranges):,} are stored already" if stored else ""
+    meter.note(f"{question.manifest.who}: predicting on {formatting.count(size, 'worker')} ({device}){left_out}")
 
     def mended(text: str) -> None:
         meter.note(text)

@@ -18,6 +18,7 @@ from pydantic import ValidationError, validate_call
 from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, nearest
 from trainwright.core.frameworks import missing_framework
 from trainwright.core.job import Job
+from trainwright.core.peer_options import advice_of
 from trainwright.core.strict_model import StrictModel
 
 _TEXTS = ("name", "storage")  # a run may be called 2024
@@ -201,7 +202,8 @@ def _changed(value: Any, texts: Mapping[str, str], problems: list[str], argument
         if owner is None:
             known = _dotted_names(value) if "." in name else (*arguments, *_names(value))
             kind = type(value).__name__
-            problems.append(f"--set {name}={texts[name]}: {name!r} is no field of {kind}: {nearest(name, known)}")
+            told = advice_of(name) or nearest(name, known)
+            problems.append(f"--set {name}={texts[name]}: {name!r} is no field of {kind}: {told}")
         else:
             changes.setdefault(owner, {})[name.rpartition(".")[2]] = new
     if problems:

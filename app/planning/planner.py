@@ -280,7 +280,7 @@ def _nearest(misfits: Iterable[InfeasiblePlan], but: Collection[str] = ()) -> li
 def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstraints) -> RejectedPlan:
     ratio = estimate_of(plan).target_s / estimate_of(chosen).target_s
     if plan.strategy not in names or not pins.allow(plan):
-        said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _WORTH_NOTING else ""
+        said = f"; this one is predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _WORTH_NOTING else ""
         return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = compare_plans(plan, chosen)
     if is_model_parallel(plan) and not is_model_parallel(chosen):
@@ -288,7 +288,10 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstrai
             "; without a measurement, a model that fits is divided only on accelerators, and where that is far quicker"
         )
     if is_asynchronous(plan) and not is_asynchronous(chosen):
-        reason += "; asynchronous training is chosen only where nodes differ, are preemptible or far apart"
+        reason += (
+            "; parameter servers and workers that do not wait for each other are chosen only where nodes differ, are "
+            "preemptible or far apart"
+        )
     return RejectedPlan(plan=plan, reason=reason)
 
 

@@ -102,10 +102,9 @@ class EventFormatter:
         self._utilization = UtilizationMeter()
         self._plan: Plan | None = None
         self._told_memory = 0
-        self._pids: dict[int, int] = {}
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT)
         self._formed = self._told_noise = False
-        self._step = self._done = 0
+        self._step = self._done = self._began = 0
         self._stepping_since_s = self._stepping_s = 0.0
         self._waited_for = self._activity = self._told_traces = self._told_cause = ""
         self._curve = LossCurve()
@@ -157,15 +156,13 @@ class EventFormatter:
                 return self._tell_failure(event)
             case RunEnded():
                 self._activity = ""
-                return [_end_line(event, self._start, self._told_cause)]
+                return [_end_line(event, self._start, self._told_cause, self._began)]
             case Prefetched() | Stale() | Stacks() | Judged() | MediaLogged():
                 return []
             case Printed() if self._verbose:
                 return []  # Ray already forwards the worker's output
         if isinstance(event, Evaluated):
             self._curve.evaluate(event.step, event.metrics.get("loss", math.nan))
-        if isinstance(event, Placed):
-            self._pids[event.worker] = event.pid
         if isinstance(event, (Placed, Promoted, Checkpointed, Kept)) and not self._verbose:
             return []
         return [event_line(event, self._start.steps_per_epoch)]
@@ -191,6 +188,7 @@ class EventFormatter:
         self._curve.rewind(event.step)
         if again:
             return [OutputLine(text=recovery_text(event), tone="good")]
+        self._began = event.step
         if event.step or event.source == "checkpoint":
             return [OutputLine(text=self._resuming(event), tone="good")]
         return [
@@ -245,14 +243,13 @@ class EventFormatter:
         self._activity, self._told_cause = "recovering", event.cause
         # If the run ends, the error has the traceback; a failure that the run recovers from gets one line.
         detail = event.detail if self._verbose else ""
-        return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
+        return [OutputLine(text=failure_text(event), tone="bad", detail=detail)]
 
 
 def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
-    """`step 235 (epoch 1): accuracy 0.8812, loss 0.3312 (2.1 s)`."""
-    metrics = ", ".join(f"{name} {formatting.metric(value)}" for name, value in sorted(event.metrics.items()))
-    epoch = epoch_of(event.step, steps_per_epoch)
-    return f"step {event.step:,} (epoch {epoch}): {metrics} ({formatting.duration(event.seconds)})"
+    """`evaluation at step 235 (epoch 1): loss 0.3312, accuracy 0.8812 (2.1 s)`."""
+    where = f"step {event.step:,} (epoch {epoch_of(event.step, steps_per_epoch)})"
+    return f"evaluation at {where}: {formatting.metrics(event.metrics)} ({formatting.duration(event.seconds)})"
 
 
 def prefetch_text(event: Prefetched) -> str:
@@ -270,18 +267,29 @@ def _step_phases_text(event: Measured) -> str:
     return f"a step takes {took}" + (f"; gradient noise scale {noise.text}" if noise else "")
 
 
-def failure_text(event: Failed, pids: dict[int, int] | None = None) -> str:
-    """`rank 1 (node-a, pid 1234) failed at step 412: killed by SIGKILL`. `pids` by worker."""
-    pid = (pids or {}).get(event.worker)
-    place = ", ".join(part for part in (event.node, f"pid {pid}" if pid else "") if part)
+def failed_rank_text(event: Failed) -> str:
+    """`rank 1 (node-a, pid 1234) failed at about step 412`: the newest steps may not have been reported yet."""
+    place = ", ".join(part for part in (event.node, f"pid {event.pid}" if event.pid else "") if part)
     who = f"rank {event.rank}" if event.rank >= 0 else "the group"
-    return f"{who}{f' ({place})' if place else ''} failed at step {event.step:,}: {event.cause}"
+    return f"{who}{f' ({place})' if place else ''} failed at about step {event.step:,}"
+
+
+def failure_text(event: Failed) -> str:
+    """`rank 1 (node-a, pid 1234) failed at about step 412: killed by SIGKILL`."""
+    return f"{failed_rank_text(event)}: {event.cause}"
 
 
 def recovery_text(event: Formed) -> str:
-    """`back at step 412 after 2.1 s, 0 steps lost, state from a replica`."""
-    lost, after = formatting.count(event.steps_lost, "step"), formatting.duration(event.seconds)
-    return f"back at step {event.step:,} after {after}, {lost} lost, state from {source_text(event)}"
+    """`back at step 412 after 2.1 s, 3 steps lost (413 to 415), state from a checkpoint`."""
+    after = formatting.duration(event.seconds)
+    return f"back at step {event.step:,} after {after}, {lost_text(event)}, state from {source_text(event)}"
+
+
+def lost_text(event: Formed) -> str:
+    """`3 steps lost (413 to 415)`, `1 step lost (413)` or `0 steps lost`."""
+    first, last = event.step + 1, event.step + event.steps_lost
+    which = f"{first:,} to {last:,}" if last > first else f"{first:,}"
+    return f"{formatting.count(event.steps_lost, 'step')} lost{f' ({which})' if event.steps_lost else ''}"
 
 
 def source_text(event: Formed) -> str:
@@ -301,14 +309,20 @@ def waiting_text(event: Waiting) -> str:
     return f"waiting for {event.what}" + (f", at most {formatting.duration(left_s)}" if left_s > 0 else "")
 
 
-def _end_line(event: RunEnded, start: RunStarted, told_cause: str = "") -> OutputLine:
-    """Return how the run ended, after how long where its start is known, and its error unless it was told already."""
-    seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
+def _end_line(event: RunEnded, start: RunStarted, told_cause: str = "", began: int = 0) -> OutputLine:
+    """Return how the run ended, after how long where its start is known, and its error unless it was told already.
+
+    Args:
+        began: the step from which this session went on.
+    """
+    took = formatting.duration(event.time_s - start.time_s) if start.time_s else ""
+    seconds = f" after {took}" if took else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
     best = f"; best {event.best}" if event.best else ""
     if event.outcome == "done":
         early = f": {event.reason}" if event.reason else ""
-        return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}{early}{best}", tone="good")
+        own = f", {event.step - began:,} of them now, in {took}" if took and began else seconds
+        return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{own}{early}{best}", tone="good")
     if event.outcome == "stopped":
         return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here{best}", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"

@@ -315,6 +315,8 @@ class RowProgress:
     def _text(self) -> str:
         rows, since_s = self._first or (self.done, 0.0)
         spent_s = time.monotonic() - since_s
-        rate = (self.done - rows) / spent_s if self.done > rows and spent_s > 0 else math.nan
-        left = formatting.clock_time((self._total - self.done) / rate)
-        return f"rows {self.done:,}/{self._total:,}, {formatting.throughput(rate)}, {left} left"
+        shown = f"rows {self.done:,}/{self._total:,}"
+        if self.done <= rows or spent_s <= 0:
+            return shown
+        rate = (self.done - rows) / spent_s
+        return f"{shown}, {formatting.throughput(rate)}, {formatting.clock_time((self._total - self.done) / rate)} left"

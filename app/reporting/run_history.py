@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 _STEP_COLUMNS = (
     "step", "epoch", "loss", "learning_rate", "gradient_norm", "samples_per_s", "wait_share", "generation",
 )  # fmt: skip
+TIME_LABELS = {
+    "computing": "computing steps", "data": "waiting for data", "start": "start-up", "evaluation": "evaluation",
+    "checkpoint": "checkpoints", "recovery": "recovery and repeated steps", "other": "other",
+}  # fmt: skip
+"""Parts of `TimeTotals` in words."""
 _TABLE_COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "generation")
 
 

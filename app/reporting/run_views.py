@@ -16,7 +16,8 @@ start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s
 predicted_bytes, used_bytes, reserved_bytes}], traces: [{rank, node, first, last, path, size_bytes}], notes, report,
 changed_s}.
 
-`log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
+`log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`. As text, steps of up to 10 s
+share a line.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,7 +39,7 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import escape_control_characters
-from trainwright.core.events import Event, RunStarted, TraceWritten
+from trainwright.core.events import Event, RunStarted, Steps, TraceWritten
 from trainwright.core.metric_goals import best_text
 from trainwright.reporting.device_memory import RankMemory, rank_memory
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
@@ -53,6 +54,7 @@ from trainwright.reporting.plan_view import (
     plan_line,
 )
 from trainwright.reporting.run_history import (
+    TIME_LABELS,
     HistoryReader,
     RunHistory,
     StepPart,
@@ -76,7 +78,7 @@ _REMEDIES: dict[RunState, str] = {
     "stopped": "run the same command again, it continues from here",
     "failed": "correct the cause that the error names, then run the command again; --resume if the job changes",
 }
-_FOLLOW_S = 2.0
+_FOLLOW_S, _JOINED_S = 2.0, 10.0
 _READERS = 32
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -172,12 +174,36 @@ def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: WaitFun
     while True:
         # Checked before reading, so that the last events of a driver that ends in between are read too.
         alive = follow and owner_alive(store, run, log.head())
-        for event in reader.read():
+        for event in reader.read() if as_json else _with_joined_steps(reader.read()):
             per_epoch = event.steps_per_epoch if isinstance(event, RunStarted) else per_epoch
             yield event.to_json() if as_json else _log_text(event, per_epoch)
         if not alive:
             return
         wait(_FOLLOW_S)
+
+
+def _with_joined_steps(stored: Iterable[Event]) -> Iterator[Event]:
+    """Yield events with `Steps` that follow each other as one, for at most 10 s: a driver stores several a second."""
+    held: list[Steps] = []
+    for event in stored:
+        joins = isinstance(event, Steps) and bool(event.step)
+        if held and not (joins and event.time_s - held[0].time_s < _JOINED_S):
+            yield _joined(held)
+            held = []
+        if isinstance(event, Steps) and joins:
+            held.append(event)
+        else:
+            yield event
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: list[Steps]) -> Steps:
+    columns = {
+        name: [value for part in parts for value in getattr(part, name)]
+        for name in ("step", "loss", "samples", "step_s", "wait_s")  # those that a line shows
+    }
+    return replace(parts[-1], **columns)  # type: ignore[arg-type]
 
 
 def _log_text(event: Event, steps_per_epoch: int) -> str:
@@ -317,7 +343,7 @@ def _runs_table(rows: list[dict[str, Any]]) -> Table:
             Text(row["state"], style=_COLOURS[row["state"]]),
             f"{row['step']:,}/{row['total_steps']:,}",
             _figure(row["loss"]),
-            _metrics(row["metrics"]),
+            formatting.metrics(row["metrics"]),
             formatting.timestamp(row["changed_s"]),
         )
     return table
@@ -346,7 +372,9 @@ def _show_page(data: dict[str, Any], history: RunHistory) -> RenderableType:
 def _facts(data: dict[str, Any], history: RunHistory) -> list[tuple[str, str]]:
     seconds = data["seconds"]
     spent = ", ".join(
-        f"{name} {formatting.duration(value)}" for name, value in seconds.items() if name != "wall" and value
+        f"{TIME_LABELS[name]} {formatting.duration(value)}"
+        for name, value in seconds.items()
+        if name != "wall" and value
     )
     rows = [
         ("plan", data["plan_line"]),
@@ -354,7 +382,7 @@ def _facts(data: dict[str, Any], history: RunHistory) -> list[tuple[str, str]]:
         ("progress", f"step {data['step']:,}/{data['total_steps']:,}, epoch {data['epoch']}/{data['epochs']}"),
         ("waiting", data["waiting"]),
         ("loss", f"{_figure(data['loss'])}  {formatting.sparkline([record.loss for record in history.records])}"),
-        ("metrics", _metrics(data["metrics"])),
+        ("metrics", formatting.metrics(data["metrics"])),
         ("best", (data["best"] or {}).get("text", "")),
         ("ended", data["reason"]),
         ("speed", _speed(data)),
@@ -414,10 +442,6 @@ def _step_table(data: dict[str, Any]) -> Table:
 
 def _figure(value: float | None) -> str:
     return formatting.metric(value) if value is not None else "-"
-
-
-def _metrics(metrics: dict[str, float | None]) -> str:
-    return ", ".join(f"{name} {_figure(value)}" for name, value in sorted(metrics.items()))
 
 
 def _speed(data: dict[str, Any]) -> str:

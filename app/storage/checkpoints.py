@@ -421,7 +421,7 @@ def _none_whole(job: Job, step: CheckpointChoice, store: Store, kept: str, notes
     if "://" not in job.storage and not job.storage.startswith("/"):
         missing += f"; or go to the folder where it was trained, since storage={job.storage!r} is in the current one"
     return CheckpointError(
-        f"the run {job.name!r} has no whole checkpoint{which}",
+        f"the run {job.name!r} has no usable checkpoint{which}",
         where=store.uri_of(job.name),
         remedy=f"steps kept: {kept}" if kept else missing,
         detail="\n".join(notes),

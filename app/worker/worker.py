@@ -532,17 +532,18 @@ _MAX_STACK_CHARACTERS = 16_000
 
 
 def thread_stacks(first: int | None = None) -> str:
-    """Return the Python stacks of all threads but the caller's, the most recent call last.
+    """Return the Python stacks of all threads but the caller's, cut to 16,000 characters, the most recent call last.
 
     Args:
-        first: ident of the thread whose stack comes first.
+        first: ident of the thread whose stack comes first; the main thread's is next.
     """
+    main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     parts = [
         f"thread {names.get(ident, ident)}{' (steps)' if ident == first else ''}:\n"
         + "".join(traceback.format_stack(frames[ident]))
-        for ident in sorted(frames, key=lambda ident: (ident != first, ident))
+        for ident in sorted(frames, key=lambda ident: (ident != first, ident != main, ident))
     ]
     return "\n".join(parts)[:_MAX_STACK_CHARACTERS]
 

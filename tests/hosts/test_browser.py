@@ -118,7 +118,11 @@ def test_a_kill_and_its_recovery_are_shown_and_zoom_and_scroll_stay(browser: Bro
         run.tell(killed)
         at.wait_for_selector("article.lasting", timeout=WAIT_MS)
         shown = at.inner_text("article.lasting")
-        assert "rank 1 (node-a) failed at step 12" in shown and "killed by SIGKILL" in shown and "recovering" in shown
+        assert (
+            "rank 1 (node-a, pid 12) failed at about step 12" in shown
+            and "killed by SIGKILL" in shown
+            and "recovering" in shown
+        )
         run.tell(events.Promoted(time_s=107.4, worker=2, rank=1, node="node-b"), formed, after, evaluated)
         at.wait_for_selector("article:not(.lasting)", timeout=WAIT_MS)
         shown = at.inner_text("article")

@@ -100,7 +100,9 @@ def whole_run() -> list[events.Event]:
         events.Evaluated(time_s=107, step=10, metrics={"accuracy": 0.8, "loss": 0.5}, seconds=2),
         checkpointed(10, time_s=107.1),
         stepped([11, 12], time_s=107.3),
-        events.Failed(time_s=107.3, generation=1, worker=1, rank=1, node="node-a", cause="killed by SIGKILL", step=12),
+        events.Failed(
+            time_s=107.3, generation=1, worker=1, rank=1, node="node-a", pid=12, cause="killed by SIGKILL", step=12
+        ),
         events.Formed(
             time_s=109.3, generation=2, workers=2, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1",
             survivors=1, seconds=2, steps_lost=2, nodes={"node-a": "0", "node-b": "1"},

@@ -27,6 +27,11 @@ from trainwright.runtime import launch
         ("give another folder, or step=12 to go on", "give another folder, or --step 12 to go on"),
         ("give it in samples: critical_batch=2000", "give it in samples: --critical-batch 2000"),
         ("here=True, or for predictions workers=", "--here, or for predictions --workers"),
+        (
+            "tw.open_run('wave', 'runs') shows it; fresh=True trains again, a larger epochs= goes on for longer",
+            "`trainwright show wave --storage runs` shows it; --fresh trains again, a larger --set epochs= goes on for "
+            "longer",
+        ),
         ("give either loss= with inputs=, or step=", "give either loss= with inputs=, or step="),
     ],
 )

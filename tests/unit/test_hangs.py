@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -70,10 +71,14 @@ def test_the_stacks_of_a_process_show_where_each_thread_waits() -> None:
     thread.start()
     begun.wait(10)
     found = thread_stacks(thread.ident)
+    with ThreadPoolExecutor(1) as others:
+        elsewhere = others.submit(thread_stacks, thread.ident).result(10)
     over.set()
     thread.join()
     assert found.startswith("thread stepper (steps):") and "hung_in_user_code" in found
     assert "test_the_stacks_of_a_process" not in found, "not the thread that asks"
+    names = [line for line in elsewhere.splitlines() if line.startswith("thread ")]
+    assert names[:2] == ["thread stepper (steps):", "thread MainThread:"], "the text is cut at its end"
 
 
 def test_the_deadline_that_the_job_gives_holds_for_the_copy_of_a_checkpoint_too() -> None:

@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
     assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
     told = capsys.readouterr().err
     assert "the checkpoint of step 30 is skipped: model.safetensors is altered" in told
-    with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
+    with pytest.raises(CheckpointError, match="no usable checkpoint at step 30"):
         run_handle.load_model(job(tmp_path), 30)
     assert checkpoints.find_checkpoint(job(tmp_path))[1].step == 20
 

@@ -141,6 +141,8 @@ def test_a_job_file_with_a_function_and_its_arguments(tmp_path: Path) -> None:
         load_job(str(file), ["size=huge"])
     with pytest.raises(JobError, match="'sizes' is no field of Job: did you mean 'size'"):
         load_job(str(file), ["sizes=large"])
+    with pytest.raises(JobError, match="'lr' is no field of Job: use the function of optimizer="):
+        load_job(str(file), ["lr=0.1"])
     with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
         load_job(str(file), ["broken=True"])
     assert "return 1 / 0" in caught.value.detail and "pydantic" not in caught.value.detail

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="calls a spare that is not up yet",
         module="trainwright.driver.membership",
-        pattern="state.membership.starting if held and held.ready else state.membership.starting | {worker}",
+        pattern="state.membership.starting if held.ready else state.membership.starting | {worker}",
         replacement="state.membership.starting",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -138,6 +139,13 @@ def test_what_is_wrong_is_said_before_a_run_begins(
     assert what in text and "rows before any worker started" in caught.value.where and "rank" not in text
     assert kind is not UserCodeError or "Traceback" in caught.value.detail or "shapes" in text
     assert prepare(job(tmp_path, epochs=2)).begun is False, "no run of that name was begun: the mended job may start"
+
+
+def test_a_plan_is_not_shown_for_functions_that_raise(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="loss= raised KeyError"):
+        tw.plan(job(tmp_path, loss=torn))
+    notes = tw.plan(job(tmp_path, loss=lambda outputs, targets: os.kill(os.getpid(), signal.SIGKILL))).chosen.notes
+    assert "could not be tried before the workers start" in notes[-1] and "more than" in notes[-1]
 
 
 def test_the_users_own_lines_are_in_the_traceback(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events, formatting
 from trainwright.reporting import progress_bar
-from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, event_line
+from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, event_line, recovery_text
 from trainwright.reporting.progress_bar import (
     NotebookDisplay,
     PlainTextDisplay,
@@ -35,10 +36,10 @@ def test_a_whole_run_in_words() -> None:
     assert told(whole_run()) == [
         "run demo: 2 epochs, 20 steps of 256 samples; 1 node, 2 CPUs, no accelerators",
         "2 workers ready after 4.0 s",
-        "step 10 (epoch 1): accuracy 0.8000, loss 0.5000 (2.0 s)",
-        "rank 1 (node-a, pid 12) failed at step 12: killed by SIGKILL",
-        "back at step 10 after 2.0 s, 2 steps lost, state from checkpoints/00000010-1",
-        "step 20 (epoch 2): accuracy 0.9000, loss 0.3000 (1.0 s)",
+        "evaluation at step 10 (epoch 1): loss 0.5000, accuracy 0.8000 (2.0 s)",
+        "rank 1 (node-a, pid 12) failed at about step 12: killed by SIGKILL",
+        "back at step 10 after 2.0 s, 2 steps lost (11 to 12), state from checkpoints/00000010-1",
+        "evaluation at step 20 (epoch 2): loss 0.3000, accuracy 0.9000 (1.0 s)",
         "done: 20 steps after 12.0 s",
     ]
 
@@ -57,6 +58,18 @@ def test_a_resume_says_from_where() -> None:
     assert lines[-1] == "resuming step 10 from memory://x/demo/checkpoints/00000010-1 after 3.0 s"
     taken_over = events.Formed(time_s=103, workers=2, step=11, source="replica", survivors=2, seconds=3)
     assert told([started(), taken_over])[-1] == "resuming step 11 from a replica after 3.0 s"
+
+
+def test_the_end_of_a_resumed_run_tells_its_own_steps_from_those_before() -> None:
+    formed = events.Formed(time_s=103, workers=2, step=10, source="checkpoint", checkpoint="checkpoints/1", seconds=3)
+    recovered = replace(formed, time_s=105, step=12)
+    ended = events.RunEnded(time_s=106, outcome="done", step=20)
+    assert told([started(), formed, recovered, ended])[-1] == "done: 20 steps, 10 of them now, in 6.0 s"
+
+
+def test_steps_that_are_lost_are_named() -> None:
+    formed = events.Formed(time_s=108, step=12, source="checkpoint", checkpoint="checkpoints/1", steps_lost=1)
+    assert recovery_text(formed) == "back at step 12 after 0 ms, 1 step lost (13), state from checkpoints/1"
 
 
 def test_a_replica_is_said() -> None:
@@ -87,7 +100,8 @@ def test_the_end_of_a_failed_run_does_not_repeat_its_cause() -> None:
     failed = events.Failed(time_s=104, rank=1, step=12, cause="loss= raised KeyError: 'y'")
     ended = events.RunEnded(time_s=105, outcome="failed", step=12, error=f"{failed.cause} (rank 1)\n  -> mend it")
     assert told([started(), failed, ended])[1:] == [
-        "rank 1 failed at step 12: loss= raised KeyError: 'y'", "failed after 5.0 s, last checkpoint at step 12 of 20",
+        "rank 1 failed at about step 12: loss= raised KeyError: 'y'",
+        "failed after 5.0 s, last checkpoint at step 12 of 20",
     ]  # fmt: skip
     lost = events.RunEnded(time_s=105, outcome="failed", error="it broke")
     assert told([started(), lost])[-1] == "failed after 5.0 s, before its first checkpoint: it broke"
@@ -204,7 +218,7 @@ def test_a_bar_in_a_terminal() -> None:
             progress.on(event)
     shown = out.getvalue()
     assert "step 12/20" in shown and "epoch 2/2" in shown and "recovering" in shown
-    assert "rank 1 (node-a, pid 12) failed at step 12" in shown
+    assert "rank 1 (node-a, pid 12) failed at about step 12" in shown
 
 
 def test_brackets_are_no_markup() -> None:

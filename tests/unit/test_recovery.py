@@ -158,5 +158,5 @@ def test_spares_end_with_the_run() -> None:
 def test_the_line_of_a_failure_names_the_problem_of_the_job(problems: list[str], cause: str) -> None:
     story = Story().running().raises(1, "run", "user", JobError(problems))
     (failed,) = story.emitted(events.Failed)
-    assert failed.cause == cause and failure_text(failed) == f"rank 1 (n1) failed at step 0: {cause}"
+    assert failed.cause == cause and failure_text(failed) == f"rank 1 (n1, pid 1) failed at about step 0: {cause}"
     assert all(problem in failed.detail for problem in problems)

@@ -385,7 +385,7 @@ def recovering() -> list[events.Event]:
 def test_a_recovery_that_lasts_is_drawn_to_now() -> None:
     history = RunHistory.fold(recovering())
     (drawn,) = recoveries(history, now_s=110.3)
-    assert (drawn.title, drawn.ended) == ("rank 1 (node-a) failed at step 12", False)
+    assert (drawn.title, drawn.ended) == ("rank 1 (node-a, pid 12) failed at about step 12", False)
     assert [(each.name, round(each.after_s, 6)) for each in drawn.milestones] == [
         ("failure detected", 0.0), ("spare joined", 0.1), ("recovering", 3.0),
     ]  # fmt: skip
@@ -399,12 +399,13 @@ def test_a_recovery_has_its_moments_and_durations() -> None:
     lost = [*recovering(), *whole_run()[9:]]
     lost[8] = replace(lost[8], time_s=107.8)  # type: ignore[type-var]
     lost[9] = replace(lost[9], time_s=107.9)  # type: ignore[type-var]
+    lost[11] = replace(lost[11], seconds=1.5)  # type: ignore[call-arg]
     history = RunHistory.fold(lost)
     (drawn,) = recoveries(history, now_s=1000.0)
     assert [(each.name, round(each.after_s, 6)) for each in drawn.milestones] == [
         ("last step", -0.5), ("failure detected", 0.0), ("spare joined", 0.1), ("resumed", 1.5), ("first step", 1.6),
     ]  # fmt: skip
-    assert drawn.summary == "1.6 s from detection to first step, 2 steps lost" and drawn.ended
+    assert drawn.summary == "back after 1.5 s, first step after 1.6 s, 2 steps lost (11 to 12)" and drawn.ended
     strip = run_segments(history, now_s=1000.0)
     assert [(segment.left, round(segment.width, 3)) for segment in strip[:1]] == [(0.0, 100.0)]
     assert strip[1].colour == "bad" and 50 < strip[1].left < 80

@@ -233,10 +233,22 @@ def test_logs_are_lines_or_json() -> None:
     record(uri, whole_run(), outcome="done")
     lines = list(views.log_lines(uri, "demo"))
     assert len(lines) == len(whole_run())
-    assert any("rank 1 (node-a) failed at step 12: killed by SIGKILL" in line for line in lines)
-    assert any("step 20 (epoch 2): accuracy 0.9000" in line for line in lines)
+    assert any("rank 1 (node-a, pid 12) failed at about step 12: killed by SIGKILL" in line for line in lines)
+    assert any("evaluation at step 20 (epoch 2): loss 0.3000, accuracy 0.9000" in line for line in lines)
     parsed = [json.loads(line) for line in views.log_lines(uri, "demo", as_json=True)]
     assert [item["kind"] for item in parsed][:2] == ["run_started", "placed"]
+
+
+def test_steps_of_ten_seconds_share_a_line() -> None:
+    uri = storage()
+    parts = [stepped(range(1 + 2 * n, 3 + 2 * n), time_s=105 + 4 * n) for n in range(4)]
+    evaluated = events.Evaluated(time_s=118, step=8, metrics={"loss": 0.5}, seconds=1)
+    record(uri, [started(), *parts[:3], parts[3], evaluated, stepped([9], time_s=119), stepped([10], time_s=119.1)])
+    lines = [line.split("  ", 1)[1] for line in views.log_lines(uri, "demo")][1:]
+    assert [line.partition(":")[0] for line in lines] == [
+        "steps 1 to 6", "steps 7 to 8", "evaluation at step 8 (epoch 1)", "steps 9 to 10",
+    ]  # fmt: skip
+    assert len(list(views.log_lines(uri, "demo", as_json=True))) == 8
 
 
 def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:

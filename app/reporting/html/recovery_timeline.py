@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trainwright.core import formatting
 from trainwright.core.events import Failed, Formed, Placed, Promoted
-from trainwright.reporting.event_messages import source_text
+from trainwright.reporting.event_messages import failed_rank_text, lost_text, source_text
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.run_summary import RecoveryRecord
 
@@ -92,7 +92,7 @@ def run_segments(history: RunHistory, now_s: float) -> list[BarSegment]:
         found.append(segment(start_s, stop_s, "bad", text))
     if history.summary.cause is not None:
         cause = history.summary.cause
-        found.append(segment(cause.time_s, max(end_s, cause.time_s), "bad", _title(cause, cause.step)))
+        found.append(segment(cause.time_s, max(end_s, cause.time_s), "bad", failed_rank_text(cause)))
     return found
 
 
@@ -109,8 +109,8 @@ def _recovery(
         found.append(last)
         said = f"{last.name} for {formatting.duration(after_s)}" if running else "the run ended before it recovered"
     else:
-        lost = formatting.count(formed.steps_lost, "step")
-        said = f"{formatting.duration(found[-1].after_s)} from detection to {found[-1].name}, {lost} lost"
+        first = f", first step after {formatting.duration(found[-1].after_s)}" if record.first_step_s else ""
+        said = f"back after {formatting.duration(formed.seconds)}{first}, {lost_text(formed)}"
     first_s, last_s = found[0].after_s, found[-1].after_s
     whole_s = max(last_s - first_s, 1e-9)
     segments = []
@@ -119,7 +119,7 @@ def _recovery(
         text = f"{before.name} to {after.name}: {formatting.duration(seconds)}"
         label = formatting.duration(seconds) if width >= 14 else ""
         segments.append(BarSegment(100 * (before.after_s - first_s) / whole_s, width, after.colour, text, label))
-    return RecoveryPicture(_title(failure, failure.step if failure else formed.step), said, found, segments, not end_s)
+    return RecoveryPicture(_title(failure, formed.step), said, found, segments, not end_s)
 
 
 def _milestones(record: RecoveryRecord, failure: Failed | None, zero_s: float) -> Iterator[Milestone]:
@@ -155,8 +155,4 @@ def _arrival(event: Placed | Promoted) -> tuple[str, str]:
 
 
 def _title(failure: Failed | None, step: int) -> str:
-    if failure is None:
-        return f"recovery at step {step:,}"
-    who = f"rank {failure.rank}" if failure.rank >= 0 else "the group"
-    place = f" ({failure.node})" if failure.node else ""
-    return f"{who}{place} failed at step {step:,}"
+    return failed_rank_text(failure) if failure else f"recovery at step {step:,}"

@@ -17,12 +17,17 @@ from trainwright.reporting.html.chart_data import chart_data
 from trainwright.reporting.html.recovery_timeline import recoveries, run_segments, wall_s
 from trainwright.reporting.html.templates import render_report_page, render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
-from trainwright.reporting.run_history import RunHistory, noise_text, step_parts
+from trainwright.reporting.run_history import TIME_LABELS, RunHistory, noise_text, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.run_summary import epoch_of, staleness_of, staleness_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+_TIME_COLOURS = {
+    "computing": "series-1", "data": "series-4", "start": "series-5", "evaluation": "series-2",
+    "checkpoint": "series-3", "recovery": "bad", "other": "soft",
+}  # fmt: skip
 
 
 class _KeyFigure(NamedTuple):
@@ -211,17 +216,13 @@ def _recent_loss(history: RunHistory) -> float:
 def time_parts(history: RunHistory) -> list[_BarPart]:
     """Return where the time of all sessions went, largest part first, without empty parts."""
     totals = history.totals
-    parts = [
-        ("computing steps", totals.computing_s, "series-1"),
-        ("waiting for data", totals.data_s, "series-4"),
-        ("start-up", totals.start_s, "series-5"),
-        ("evaluation", totals.evaluation_s, "series-2"),
-        ("checkpoints", totals.checkpoint_s, "series-3"),
-        ("recovery and repeated steps", totals.recovery_s, "bad"),
-        ("other", totals.other_s, "soft"),
+    spent = {name: getattr(totals, f"{name}_s") for name in _TIME_COLOURS}
+    whole = sum(spent.values())
+    shown = [
+        _BarPart(TIME_LABELS[name], seconds, 100 * seconds / whole, _TIME_COLOURS[name])
+        for name, seconds in spent.items()
+        if seconds > 0
     ]
-    whole = sum(seconds for _, seconds, _ in parts)
-    shown = [_BarPart(name, seconds, 100 * seconds / whole, colour) for name, seconds, colour in parts if seconds > 0]
     return sorted(shown, key=lambda part: -part.seconds)
 
 
