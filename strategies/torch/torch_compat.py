@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 __all__ = ["BatchNorm", "pop_mode_temporarily", "preserve_version_counter"]
 
 assert_on_device = torch._assert_async
+reduce_scatter_single = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # torch < 2.13
 foreach_copy, foreach_multiply = torch._foreach_copy_, torch._foreach_mul_
 COMPILER_PACKAGES = ("torch._dynamo.", "torch._inductor.")
 
@@ -127,6 +128,12 @@ def reduce_alike(module: Any, sent: torch.dtype | None) -> None:
     """
     for group in FsdpState(module).groups:
         group.post_backward = partial(_reduce_alike, group, sent, group.post_backward)
+
+
+def gather_beside_computing(module: Any) -> None:
+    """Let an FSDP2 module on CPUs gather parameters ahead in a backward, as on GPUs: else it waits for each gather."""
+    for group in FsdpState(module).groups:
+        group.unshard_async_op = True
 
 
 def keep_requires_grad(module: Any) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.distributed.process_group import is_gloo, reduce_scatter
 from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.torch_compat import (
     FsdpState,
@@ -30,6 +31,7 @@ from trainwright.strategies.torch.torch_compat import (
     accumulate_wide,
     forget_gradient,
     gather_as,
+    gather_beside_computing,
     has_gradient,
     reduce_alike,
     storage_key,
@@ -85,6 +87,9 @@ def fully_shard_model(
         vars(parameter).update(fields[name])  # what an optimizer may ask for
     for each in fsdp_modules(model):
         reduce_alike(each, _SENT[wire])
+        if is_gloo():
+            each.set_custom_reduce_scatter(_ExchangeReduceScatter())  # type: ignore[arg-type]
+            gather_beside_computing(each)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -96,6 +101,20 @@ def reshard_model(model: nn.Module) -> None:
     """Drop gathered parameters, which a forward without backward leaves behind."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+class _ExchangeReduceScatter:
+    """FSDP2's reduce-scatter over gloo: see `process_group.reduce_scatter`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor for a collective, as FSDP2 allocates one."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Write this rank's part of the sum or the mean over the ranks; all parts are of one length."""
+        reduce_scatter(output_tensor, input_tensor, group, mean=op == distributed.ReduceOp.AVG)
 
 
 def _sharding_problems(model: nn.Module, chosen: list[nn.Module], wire: str) -> Iterator[str]:

@@ -33,13 +33,18 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
-from trainwright.strategies.torch.torch_compat import abort_groups, process_groups, reset_group_count
+from trainwright.strategies.torch.torch_compat import (
+    abort_groups,
+    process_groups,
+    reduce_scatter_single,
+    reset_group_count,
+)
 from trainwright.strategies.torch.torch_errors import clear_frames, sticky_error
 
 _BACKENDS = {"cuda": "nccl"}  # by type of device; gloo for all others
@@ -319,6 +324,32 @@ def gather_names(own: Collection[str], device: torch.device) -> tuple[str, ...]:
         return ()
     rows = all_gather_ints([*text.ljust(longest)], device)
     return tuple(sorted({name for row in rows for name in json.loads(bytes(row).strip() or b"[]")}))
+
+
+def is_gloo(group: ProcessGroup | None = None) -> bool:
+    """Return whether a group communicates through gloo, as on CPUs; None for the default group."""
+    return str(distributed.get_backend(group)) == "gloo"
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup | None, *, mean: bool = False) -> None:
+    """Write this rank's part of the sum over a group's ranks, or of their mean.
+
+    gloo's own reduce-scatter is an all-reduce of a copy. An exchange of parts takes a third of its time (measured with
+    2 ranks and 2 MB).
+
+    Args:
+        own: for the part; contiguous.
+        whole: the parts of all ranks in their order, each as large as `own`; contiguous.
+        group: None for the default group.
+    """
+    if not is_gloo(group):
+        kind = ReduceOp.AVG if mean else ReduceOp.SUM
+        reduce_scatter_single(own, whole, kind, group=group)
+        return
+    parts = torch.empty_like(whole)
+    distributed.all_to_all_single(parts, whole, group=group)
+    combine = torch.mean if mean else torch.sum
+    combine(parts.view(-1, *own.shape), 0, out=own)
 
 
 def is_one_host(group: Group) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from trainwright.core.data import fold_seed
+from trainwright.strategies.torch.distributed.process_group import reduce_scatter
 from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.torch_compat import generator_of
 
@@ -81,7 +82,7 @@ class TensorParallelGroup:
         each = -(-width // self.size)
         whole = _padded(tensor, each * self.size, dim).movedim(dim, 0).contiguous()
         own = whole.new_empty((each, *whole.shape[1:]))
-        distributed.reduce_scatter_tensor(own, whole, group=self.process_group)
+        reduce_scatter(own, whole, self.process_group)
         return own[: self.own_range(width)[1]].movedim(0, dim)
 
     def before_gather(self, func: Any) -> None:
