@@ -75,18 +75,23 @@ def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> i
         RunConflict: a driver of the run is alive.
         StorageError: the store cannot be used, or there is no such run.
     """
-    if owner_alive(store, run, _head(store, run), wait=wait):
-        raise RunConflict(
-            f"run {run!r} is running",
-            where=store.uri_of(run),
-            remedy=f"stop it first: trainwright stop {run} {_option(store)}",
-        )
+    check_ended(store, run, wait=wait)
     paths = [path for path, _ in store.list(run)]
     log = [path for path in paths if path.startswith(f"{run}/log/") and path.endswith(".json")]
     store.delete(path for path in paths if path not in frozenset(log))
     store.delete(log)  # last: what has entries in its log is a run, which can be removed
     store.delete_folder(run)
     return len(paths)
+
+
+def check_ended(store: Store, run: str, *, wait: WaitFunction | None = None) -> None:
+    """Raise RunConflict where a driver of the run is alive, and StorageError where there is no such run."""
+    if owner_alive(store, run, _head(store, run), wait=wait):
+        raise RunConflict(
+            f"run {run!r} is running",
+            where=store.uri_of(run),
+            remedy=f"stop it first: trainwright stop {run} {_option(store)}",
+        )
 
 
 def is_run(store: Store, name: str) -> bool:

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -33,6 +33,7 @@ from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.run_history import read_history
 from trainwright.storage.object_store import open_store
+from trainwright.storage.run_control import check_ended, is_run, remove_run
 from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher, fixed_layout, train_trials
 
 if TYPE_CHECKING:
@@ -121,8 +122,8 @@ def tune(
     wanted = SearchMetric.parse(metric)
     settings, jobs = _jobs(target, space, wanted, trials, seed)
     watcher = TrialWatcher(_scheduler(scheduler, jobs), wanted, jobs)
-    for job in jobs if fresh else ():
-        open_store(job.storage).delete_folder(job.name)
+    if fresh:
+        _remove_runs(jobs)
     watcher.recall(jobs)
     print_status(f"search for the best {wanted.name}: {formatting.count(len(jobs), 'trial')}")
     train_trials(jobs, wanted.name, concurrent=concurrent, resume=resume, verbose=verbose, watcher=watcher)
@@ -143,6 +144,16 @@ def _jobs(
     if problems := list(dict.fromkeys(problem for job in jobs for problem in _metric_problems(job, metric))):
         raise JobError(problems)
     return settings, [fixed_layout(job.replace(name=f"{job.name}-{number}")) for number, job in enumerate(jobs)]
+
+
+def _remove_runs(jobs: Iterable[Job]) -> None:
+    """Delete the runs of earlier trials; none of them where the driver of one is alive, which raises RunConflict."""
+    stores = ((open_store(job.storage), job.name) for job in jobs)
+    found = [(store, run) for store, run in stores if is_run(store, run)]
+    for store, run in found:
+        check_ended(store, run)
+    for store, run in found:
+        remove_run(store, run)
 
 
 def _metric_problems(job: Job, metric: SearchMetric) -> Iterator[str]:

@@ -12,10 +12,15 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
+from tests.support.run_views import record, storage
+from tests.support.sample_run import whole_run
+from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, TrainwrightError, UserCodeError
 from trainwright.core.events import Evaluated
+from trainwright.reporting.run_views import runs_view
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_log import RunLog
 from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher
-from trainwright.tuning.tuner import Trial, TuneResult, draw_settings, job_of
+from trainwright.tuning.tuner import Trial, TuneResult, _remove_runs, draw_settings, job_of
 
 DATA = tw.datasets.table(torch_jobs.data())
 RATES = tune.loguniform(1e-4, 1e-1)
@@ -64,6 +69,19 @@ def test_a_wrong_search_is_refused(target: Any, space: dict[str, Any], fields: d
     with pytest.raises(JobError) as error:
         tw.tune(target, space, **fields)
     assert said in str(error.value)
+
+
+def test_a_search_from_the_beginning_deletes_runs_alone_and_none_while_one_is_alive() -> None:
+    uri = storage()
+    record(uri, whole_run(), name="small-0", outcome="done")
+    record(uri, whole_run()[:5], name="small-1")  # this process is its driver
+    open_store(uri).put("small-2/notes.txt", b"of the user")
+    with pytest.raises(RunConflict, match="run 'small-1' is running"):
+        tw.tune(job(storage=uri), {"batch_size": [32, 16, 8]}, trials=3, fresh=True)
+    assert {row["name"] for row in runs_view(uri).data} == {"small-0", "small-1"}
+    RunLog(open_store(uri), "small-1").release(1, "stopped")
+    _remove_runs([job(storage=uri, name=f"small-{number}") for number in range(4)])
+    assert open_store(uri).folders() == ("small-2",)
 
 
 def test_settings_follow_from_the_seed_and_more_trials_add_some() -> None:
