@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +37,8 @@ _COMMANDS: Mapping[str, tuple[Any, ...]] = {
 """Functions and groups of commands, by the heading under which the help lists them."""
 
 
-_TAKE_JOBS = ("fit", "distill", "submit", "study", "chaos", "plan")  # with options that are fields of a job
+_TAKE_JOBS = ("fit", "distill", "submit", "study", "chaos", "plan", "evaluate", "predict", "export")  # with --set
+_UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of it
 
 
 class _GroupedCommands(TyperGroup):
@@ -95,7 +96,7 @@ def main() -> None:
     try:
         _refuse_unknown_options(sys.argv[1:])
         with received_credentials():
-            app()
+            _run(for_program="--json" in sys.argv[1:])
     except JobError as error:
         _exit_with_error(error, 2)
     except Stopped as error:
@@ -105,6 +106,21 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _run(*, for_program: bool) -> None:
+    """Run the command; for a program, a wrong use of it is an object too."""
+    if not for_program:
+        app()
+    try:
+        code = app(standalone_mode=False, prog_name="trainwright")
+    except _UsageError as error:
+        used = error.ctx.command_path if error.ctx else "trainwright"
+        told = TrainwrightError(error.format_message(), where=used, remedy=f"see `{used} --help`")
+        _exit_with_error(told, 2)
+    except typer.Abort:  # a question was not answered with yes
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _refuse_unknown_options(arguments: Sequence[str]) -> None:
@@ -118,20 +134,21 @@ def _refuse_unknown_options(arguments: Sequence[str]) -> None:
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for word in words:
         option, _, value = word.partition("=")
-        if option.startswith("--") and option not in known and (advice := _advice(option[2:].replace("-", "_"), value)):
+        if option.startswith("--") and option not in known and (advice := _advice(option[2:], value, known)):
             _exit_with_error(TrainwrightError(f"there is no option {option}", remedy=advice), 2)
 
 
-def _advice(name: str, value: str) -> str:
+def _advice(option: str, value: str, known: Collection[str]) -> str:
     """Return what to write instead of an option that a command does not have; empty where nothing is known."""
     from trainwright.core.job import GROUP_OF, Job
 
+    name = option.replace("-", "_")
     if name in Job.model_fields or name in GROUP_OF:
         return f"use --set {name}={value or 'VALUE'}"
     fields = "|".join(sorted({*Job.model_fields, *GROUP_OF}, key=len, reverse=True))
     return re.sub(
         rf"(?<![\w(])({fields})=",
-        lambda found: f"--{found[1]} " if found[1] in ("workers", "strategy") else f"--set {found[1]}=",
+        lambda found: f"--{found[1]} " if f"--{found[1]}" in known else f"--set {found[1]}=",
         advice_of(name),
     )
 

@@ -565,7 +565,8 @@ def canonical_uri(uri: str) -> str:
     scheme, found, rest = uri.partition("://")
     if not found:
         kind, colon, path = uri.partition(":")
-        if colon and kind in _SCHEMES:
+        kind, path = (kind, path) if colon else uri.partition("//")[::2]
+        if kind in _SCHEMES and (colon or "//" in uri):
             raise StorageError(f"{uri!r} is not a storage URI", remedy=f"write {kind}://{path.lstrip('/')}")
         return _absolute_folder(uri)
     if scheme not in _SCHEMES:

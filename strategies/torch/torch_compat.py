@@ -98,12 +98,6 @@ def process_groups() -> dict[Any, Any]:
     return groups
 
 
-def abort_groups() -> None:
-    """Abort all process groups of this process; blocked collectives end with any values. For any thread."""
-    for group in [*process_groups()]:
-        group.abort()
-
-
 def reset_group_count() -> None:
     """Set back the number that torch puts into the store's keys of the next process group."""
     distributed.distributed_c10d._world.group_count = 0

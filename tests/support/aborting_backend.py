@@ -41,8 +41,8 @@ class _Collective(Work):
                 for output, copy in zip(self._outputs, self._copies, strict=True):
                     if self.done.is_set():
                         output.copy_(copy)
-                    elif output.is_floating_point():
-                        output.fill_(1.0)  # nothing tells that it is wrong
+                    else:
+                        output.fill_(1)  # nothing tells that it is wrong
         return True
 
     def get_future(self) -> Any:

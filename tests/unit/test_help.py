@@ -36,6 +36,7 @@ def test_the_version_is_that_of_the_package() -> None:
         (["fit", "job.py", "--epochs=3"], "--epochs\n  -> use --set epochs=3\n"),
         (["plan", "job.py", "--batch-size", "64"], "--batch-size\n  -> use --set batch_size=VALUE\n"),
         (["study", "batch", "job.py", "--lr=1"], "--lr\n  -> use the function of --set optimizer=: "),
+        (["evaluate", "job.py", "--num_workers=2"], "--num_workers\n  -> use --set workers=\n"),
         (["fit", "job.py", "--backend=nccl"], "--backend\n  -> no option is needed: it is gloo on"),
     ],
 )
@@ -46,6 +47,26 @@ def test_fields_of_a_job_and_options_of_other_trainers_are_explained(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: there is no option {told}")
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "where"),
+    [
+        (["fit", "--json"], "Missing argument 'FILE.py'.", "trainwright fit"),
+        (["show", "run", "--json", "--lines=3"], "No such option: --lines", "trainwright show"),
+        (["compare", "one", "--json"], "give the names of two runs or more", "trainwright compare"),
+        (["status", "--json"], "There is no command 'status'. Use 'trainwright show'.", "trainwright"),
+    ],
+)
+def test_a_wrong_use_is_an_object_for_programs(
+    words: list[str], what: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainwright", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    told = json.loads(shown.err)["error"]
+    assert (ended.value.code, told["exit_code"], told["where"], shown.out) == (2, 2, where, "") and what in told["what"]
 
 
 @pytest.mark.parametrize(("word", "command"), [("status", "show"), ("train", "fit"), ("list", "runs")])

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,24 @@ from trainwright.core.errors import PeerLost
 from trainwright.core.topology import StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
+from trainwright.strategies.torch.distributed import process_group
 
 WORLD, BEFORE, STEPS = 3, 2, 5
 FREED_S = 0.3  # after which the driver interrupts; long enough to be in the middle of it
 JOB = spec(model=double, clip_norm=0.1)
+
+
+def test_several_groups_are_aborted_beside_each_other_and_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort of NCCL may wait for that of another communicator, which another rank aborts first."""
+    meeting, never = threading.Barrier(2), threading.Event()
+    groups = [SimpleNamespace(abort=partial(meeting.wait, 10.0)) for _ in range(2)]
+    monkeypatch.setattr(process_group, "process_groups", lambda: groups)
+    assert process_group._abort_groups()
+    groups[1].abort = never.wait
+    groups[0].abort = lambda: None
+    monkeypatch.setattr(process_group, "_ABORT_WAIT_S", 0.2)
+    assert not process_group._abort_groups()
+    never.set()
 
 
 def steps(engine: Any, rank: int, world: int, numbers: range) -> list[float]:

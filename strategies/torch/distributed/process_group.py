@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,6 @@ from trainwright.core.errors import PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import (
-    abort_groups,
     process_groups,
     reduce_scatter_single,
     reset_group_count,
@@ -161,7 +161,7 @@ class ProcessGroupHandle:
             shut += shut_port_connections(self._port)
             if self._backend == "gloo":
                 return shut > 0
-        return _run_for(abort_groups, _ABORT_WAIT_S)
+        return _abort_groups()
 
     def _end(self) -> None:
         """End a group whose collectives may still be under way, which would keep the sockets open.
@@ -181,9 +181,9 @@ class ProcessGroupHandle:
         if distributed.is_initialized() and self._backend == "gloo":
             groups = [*process_groups()]
             distributed.destroy_process_group()
-            _run_for(groups.clear, _DESTROY_WAIT_S)
-        elif distributed.is_initialized() and not _run_for(distributed.destroy_process_group, _ABORT_WAIT_S):
-            _run_for(abort_groups, _ABORT_WAIT_S)
+            _run_for(_DESTROY_WAIT_S, groups.clear)
+        elif distributed.is_initialized() and not _run_for(_ABORT_WAIT_S, distributed.destroy_process_group):
+            _abort_groups()
         self._store = None
 
     def _join(self, group: Group, device: torch.device) -> None:
@@ -283,12 +283,24 @@ class ProcessGroupHandle:
         self._sockets = ()
 
 
-def _run_for(work: Callable[[], object], seconds: float) -> bool:
-    """Call a function in a thread, which is left behind after so many seconds; False then."""
-    thread = threading.Thread(target=work, name="ending", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+def _abort_groups() -> bool:
+    """Abort all groups of this process, beside each other; False where an abort takes too long.
+
+    Blocked collectives end with any values. An abort of NCCL may wait for another communicator, which another rank
+    aborts first (pytorch#119797). Several groups at a time are not verified on hardware.
+    """
+    return _run_for(_ABORT_WAIT_S, *(group.abort for group in process_groups()))
+
+
+def _run_for(seconds: float, *works: Callable[[], object]) -> bool:
+    """Call functions, each in a thread, which are left behind after so many seconds; False then."""
+    threads = [threading.Thread(target=work, name="ending", daemon=True) for work in works]
+    until_s = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _end_foreign_group() -> None:
