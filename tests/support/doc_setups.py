@@ -70,6 +70,17 @@ FOLDERS = ["predictions"]
     ("docs/distillation.md", 1): "build = build_tiny\npretrained = build_tiny",
     ("docs/distillation.md", 2): "distillation = tw.Distillation(student=job, teachers=(big,))",
     ("docs/distillation.md", 3): "data = job.train",
+    ("docs/debugging.md", 0): """
+import pathlib
+
+pathlib.Path("job.py").write_text(
+    "import numpy as np, torch, trainwright as tw\\n"
+    "rows = tw.datasets.table({'x': np.ones((8, 4), np.float32), 'y': np.zeros(8, np.int64)})\\n"
+    "job = tw.Job(name='n', model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.CrossEntropyLoss(), train=rows,\\n"
+    "             optimizer=lambda p: torch.optim.SGD(p, 0.1), inputs='x', targets='y', batch_size=4)\\n"
+)
+""",
+    ("docs/debugging.md", 1): "assert outputs.shape == (4, 2)",
     ("docs/get-started.md", 2): "import torch.utils.data\n"
     "dataset = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64))\n"
     'FOLDERS = ["data/train"]' + _IMAGES + 'pathlib.Path("data/photos/cat").mkdir(parents=True)\n'
