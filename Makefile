@@ -31,11 +31,11 @@ lm: setup ## train a language model on the King James text, in a pipeline of two
 	@echo; $(BIN)/python examples/generate.py "In the beginning"
 
 .PHONY: test
-test: setup ## test all units, every engine and users' programs, without Ray; ARGS="-k word" picks some
-	@$(PYTEST) tests/unit tests/conformance tests/programs $(ARGS)
+test: setup ## test all units and every engine, without Ray; ARGS="-k word" picks some
+	@$(PYTEST) tests/unit tests/conformance $(ARGS)
 
 .PHONY: test-all
-test-all: setup ## run all tests, also those on Ray clusters and with faults; ARGS="tests/ray -k word" picks some
+test-all: setup ## run all tests, also users' programs, those on Ray clusters and with faults; ARGS="tests/ray -k word" picks some
 	@$(PYTEST) $(ARGS)
 
 .PHONY: hosts
