@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, wait_for
 
 # A kernel whose own cluster is as `tests.support.ray_clusters` has them.
 KERNEL = """
@@ -104,6 +107,61 @@ def test_a_large_cluster_is_planned_without_one(tmp_path: Path) -> None:
     assert "64 H100-80GB" in text(outputs["plan"]) and "goodput" in text(outputs["plan"])
     assert "A100-80GB" in text(outputs["kinds"]) and "bubble" in text(outputs["own"])
     assert not (tmp_path / "runs" / "gpt").exists(), "nothing was started"
+
+
+SLOW = """
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import torch
+
+import trainwright as tw
+
+def paced(step, total):  # until it is interrupted
+    if 5 < step < 300 and not Path({interrupted!r}).exists():
+        Path({steps!r}).touch()
+        Event().wait(0.1)
+    return 1.0
+
+rows = tw.datasets.table({{"x": np.ones((400, 4), np.float32), "y": np.zeros(400, np.int64)}})
+job = tw.Job(
+    name="slow", model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.CrossEntropyLoss(), train=rows, inputs="x",
+    targets="y", optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), batch_size=2, epochs=2, workers=2,
+    schedule=paced, preflight=False,
+)
+"""
+
+
+def test_an_interrupted_cell_takes_a_checkpoint_and_leaves_the_kernel(tmp_path: Path, forked_workers: None) -> None:
+    steps, interrupted = tmp_path / "steps", tmp_path / "interrupted"
+    sources = (
+        SLOW.format(steps=str(steps), interrupted=str(interrupted)),
+        "run = tw.fit(job)",
+        "(run.state, len(run.history))",
+        "run = tw.fit(job)",
+        "(run.state, len(run.history))",
+    )
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = Client(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+
+    def interrupt() -> None:
+        wait_for(steps.exists)
+        os.kill(client.km.provisioner.pid, signal.SIGINT)
+
+    with client.setup_kernel(), ThreadPoolExecutor(1) as threads:
+        client.execute_cell(cells[0], 0)
+        told = threads.submit(interrupt)
+        client.execute_cell(cells[1], 1)
+        told.result()
+        interrupted.touch()
+        for number in (2, 3, 4):
+            client.execute_cell(cells[number], number)
+    state, step = ast.literal_eval(text(cells[2].outputs))
+    assert state == "stopped" and 5 < step < 400
+    assert f"resuming step {step}" in cells[3].outputs[0]["data"]["text/html"]
+    assert ast.literal_eval(text(cells[4].outputs)) == ("done", 400)
 
 
 def test_nothing_warns_of_missing_widgets(tmp_path: Path) -> None:
