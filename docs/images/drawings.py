@@ -117,6 +117,22 @@ def pipeline() -> Iterator[str]:
     yield text(76, 178, "blue: forward of a micro-batch; green: its backward; empty: the bubble", kind="quiet")
 
 
+def combinations() -> Iterator[str]:
+    """Two replicas of two stages: four workers."""
+    for stage, x in enumerate((120, 400)):
+        yield text(x + 90, 22, f"stage {stage}: {('first', 'second')[stage]} half of the layers", anchor="middle")
+    for replica, y in enumerate((36, 124)):
+        yield text(20, y + 30, f"half {replica + 1}", kind="quiet")
+        yield text(20, y + 46, "of the batch", kind="quiet")
+        for stage, x in enumerate((120, 400)):
+            yield box(x, y, 180, 52, "own", f"worker {2 * replica + stage}")
+        yield arrow(306, y + 26, 394, y + 26, both=True)
+        yield text(350, y + 18, "activations", anchor="middle", kind="quiet")
+    for x in (210, 490):
+        yield arrow(x, 92, x, 120, both=True)
+        yield text(x + 10, 110, "gradients, summed", kind="quiet")
+
+
 def schedule(stage: int, stages: int, count: int) -> dict[int, tuple[int, int, bool]]:
     """Return start, length and direction of each forward (its number) and backward (count more) of a stage."""
     done: dict[tuple[int, int], int] = {}  # end of an operation, by stage and number
@@ -209,6 +225,7 @@ DRAWINGS: dict[str, tuple[str, int, Callable[[], Iterator[str]]]] = {
     "pipeline": ("Stages of layers work on several micro-batches at a time.", 190, pipeline),
     "parameter-server": ("Servers hold parameters; workers pull them and push gradients.", 200, parameter_server),
     "local-sgd": ("Workers take several steps alone, then exchange the result.", 166, local_sgd),
+    "combinations": ("Two replicas of a model in two stages.", 192, combinations),
     "compute-growth": ("Growth of training compute since 2012.", 284, compute_growth),
 }
 
