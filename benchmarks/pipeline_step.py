@@ -14,6 +14,16 @@ from problem import BATCH_SIZE, THREADS, build_deep
 from trainwright.worker.worker import Worker
 
 MICRO_BATCHES = 4
+BOUNDS = {
+    "1f1b": (1.0, "(m + p - 1) / m"),
+    "zero_bubble": (1 / 3, "(m + (p - 1) / 3) / m"),
+    "zbv": (0.0, "1"),
+}
+"""Micro-batches for whose time a stage has to be idle, and the factor in words.
+
+Huang et al. (2019); Qi et al. (2023), where a forward, the gradients of its inputs and those of its weights take
+equally long.
+"""
 NOTE = (
     f"Eight linear layers of 6.6 million parameters in two stages, AdamW, batch {BATCH_SIZE} of the data of "
     f"`step_time` in {MICRO_BATCHES} micro-batches in the order 1F1B, two processes on one machine with {THREADS} "
@@ -30,16 +40,18 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
     against, pairs = "torch's PipelineStage and Schedule1F1B", block_pairs(60, smoke=smoke)
     figures = compare_loops("pipeline_step", folder, _by_hand, against, pairs, 1.0, plan=plan, model=build_deep)
-    return [*figures, _bound(folder / "bound", block_pairs(20, smoke=smoke), plan)]
+    return [*figures, *(_bound(folder / name, block_pairs(20, smoke=smoke), name) for name in BOUNDS)]
 
 
-def _bound(folder: Path, pairs: BlockPairs, plan: str) -> Figure:
-    """The step beside that of stages which never wait but for the pipeline to fill."""
+def _bound(folder: Path, pairs: BlockPairs, schedule: str) -> Figure:
+    """The step of a schedule beside that of stages which are idle no longer than the schedule has to be."""
+    idle, told = BOUNDS[schedule]
+    plan = f"pp=2,schedule={schedule},accumulation={MICRO_BATCHES}"
     config = worker_config_for(folder, pairs.total_steps, {"plan": plan, "model": build_deep})
-    ranks = run_ranks(config, partial(measure_blocks, make_peer=_alone, pairs=pairs))
+    ranks = run_ranks(config, partial(measure_blocks, make_peer=partial(_alone, idle), pairs=pairs))
     ours = [1e3 * block.median_s for block in ranks[0][0]]
     bound = [1e3 * max(both.median_s for both in pair) for pair in zip(*(alone for _, alone in ranks), strict=True)]
-    what = f"median step, against the bound: slowest stage x (m + p - 1) / m, m = {MICRO_BATCHES}, p = 2"
+    what = f"median step of {schedule}, against the bound: slowest stage x {told}, m = {MICRO_BATCHES}, p = 2"
     return compare("pipeline_step", what, "ms", ours, bound)
 
 
@@ -48,6 +60,5 @@ def _by_hand(worker: Worker, rank: int) -> Loop:
     return PlainPipeline(rank, cut, MICRO_BATCHES).run
 
 
-def _alone(worker: Worker, rank: int) -> Loop:
-    (cut,) = worker._order.plan.cuts
-    return StageAlone(rank, cut, MICRO_BATCHES).run
+def _alone(idle: float, worker: Worker, rank: int) -> Loop:
+    return StageAlone(rank, worker._order.plan.cuts, MICRO_BATCHES, idle).run

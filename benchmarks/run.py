@@ -64,6 +64,7 @@ BENCHMARKS = {
     "first_step": Benchmark(deadline_s=420, ray=True),
     "checkpoint_stall": Benchmark(deadline_s=420),
     "storage": Benchmark(deadline_s=900),
+    "checkpoint_load": Benchmark(deadline_s=420),
     "memory": Benchmark(deadline_s=420),
     "plans": Benchmark(deadline_s=900),
     "recovery": Benchmark(deadline_s=900, peer="torchft", ray=True),

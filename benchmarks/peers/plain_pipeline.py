@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from problem import ROWS, adam, batches, build_deep
@@ -21,8 +23,8 @@ class PlainPipeline:
     """
 
     def __init__(self, rank: int, cut: str, micro_batches: int) -> None:
-        part = stage_of(rank, cut)
-        self._rank = rank
+        (chunk,) = chunks_of(rank, (cut,))
+        part, self._rank = chunk.layers, rank
         self._schedule = Schedule1F1B(
             PipelineStage(part, rank, 2, torch.device("cpu")), micro_batches, loss_fn=functional.cross_entropy
         )
@@ -50,41 +52,65 @@ class StageAlone:
 
     Args:
         rank: of two.
-        cut: name of the layer with which the second stage begins.
+        cuts: names of the layers with which a further chunk begins: one, or the three of a pipeline that folds back.
         micro_batches: of a step.
+        idle: micro-batches for whose time a stage cannot compute.
     """
 
-    def __init__(self, rank: int, cut: str, micro_batches: int) -> None:
-        self._part, self._count, self._rank = stage_of(rank, cut), micro_batches, rank
-        self._optimizer = adam(self._part.parameters())
+    def __init__(self, rank: int, cuts: Sequence[str], micro_batches: int, idle: float) -> None:
+        self._chunks, self._count, self._idle = chunks_of(rank, cuts), micro_batches, idle
+        self._optimizer = adam(parameter for chunk in self._chunks for parameter in chunk.layers.parameters())
         inputs, self._targets = next(batches(ROWS, 0, workers=1))
-        first = self._part[0] if rank == 0 else next(layer for layer in self._part if isinstance(layer, nn.Linear))
-        width = first.in_features
-        self._inputs = inputs if rank == 0 else torch.randn(len(inputs), width, requires_grad=True)
+        self._inputs = [
+            inputs if chunk.first else torch.randn(len(inputs), chunk.width, requires_grad=True)
+            for chunk in self._chunks
+        ]
 
     def run(self, steps: int) -> list[float]:
-        """Seconds of each of so many steps, as long as they would take with the idle time of a perfect pipeline.
-
-        With p stages and m micro-batches, forward and backward take (m + p - 1) / m times as long (Huang et al., 2019).
-        """
+        """Seconds of each of so many steps, as long as they would take with the idle time of a perfect pipeline."""
         seconds = []
         for _ in range(steps):
             begun = time.perf_counter()
             self._optimizer.zero_grad()
-            for inputs, targets in zip(self._inputs.chunk(self._count), self._targets.chunk(self._count), strict=True):
-                outputs = self._part(inputs)
-                if self._rank:
-                    functional.cross_entropy(outputs, targets).backward()
-                else:
-                    outputs.backward(torch.ones_like(outputs))
+            for chunk, given in zip(self._chunks, self._inputs, strict=True):
+                for inputs, targets in zip(given.chunk(self._count), self._targets.chunk(self._count), strict=True):
+                    outputs = chunk.layers(inputs)
+                    if chunk.last:
+                        functional.cross_entropy(outputs, targets).backward()
+                    else:
+                        outputs.backward(torch.ones_like(outputs))
             computed = time.perf_counter()
             self._optimizer.step()
-            idle = (computed - begun) / self._count
-            seconds.append(time.perf_counter() - begun + idle)
+            idle_s = self._idle * (computed - begun) / self._count
+            seconds.append(time.perf_counter() - begun + idle_s)
         return seconds
 
 
-def stage_of(rank: int, cut: str) -> nn.Sequential:
-    """The layers of a stage."""
-    layers = dict(build_deep().named_children())
-    return nn.Sequential(*[layer for name, layer in layers.items() if (int(name) >= int(cut)) == bool(rank)])
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Layers that follow each other on one stage."""
+
+    layers: nn.Sequential
+    first: bool  # of the model
+    last: bool
+
+    @property
+    def width(self) -> int:
+        """Features of its input."""
+        return next(layer for layer in self.layers if isinstance(layer, nn.Linear)).in_features
+
+
+def chunks_of(rank: int, cuts: Sequence[str]) -> list[Chunk]:
+    """The chunks of one of two stages: the one of its number, or of four the outer or the inner ones."""
+    layers = {int(name): layer for name, layer in build_deep().named_children()}
+    bounds = [0, *map(int, cuts), max(layers) + 1]
+    owners = (0, 1) if len(cuts) == 1 else (0, 1, 1, 0)
+    return [
+        Chunk(
+            layers=nn.Sequential(*[layer for name, layer in layers.items() if low <= name < high]),
+            first=number == 0,
+            last=number == len(cuts),
+        )
+        for number, (owner, low, high) in enumerate(zip(owners, bounds, bounds[1:], strict=False))
+        if owner == rank
+    ]

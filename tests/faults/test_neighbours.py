@@ -1,4 +1,4 @@
-"""A node with the only copy of a stage is lost: the state comes from the memory of its neighbour."""
+"""A node with the only copy of a stage or of shards is lost: the state comes from the memory of its neighbour."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def paced(step, total):  # slow until copies are in memory, then waits until the
 
 job = torch_jobs.job(
     {storage!r}, step=None, model=build, optimizer=momentum, loss=cross_entropy, inputs="x", targets="y",
-    plan="pp=2,schedule=1f1b,accumulation=4", schedule=paced, epochs=6, checkpoint_steps=1000, keeper_s=0.5,
+    plan={plan!r}, schedule=paced, epochs=6, checkpoint_steps=1000, keeper_s=0.5,
     hang_deadline_s=90.0,
 )
 """
@@ -77,11 +77,12 @@ def _start_node(at: Machine, address: str, stack: ExitStack, *role: str) -> None
 
 @pytest.mark.nodes
 @pytest.mark.timeout(300)
-def test_a_lost_node_with_the_only_stage_of_its_kind_costs_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["pp=2,schedule=1f1b,accumulation=4", "fsdp=2"], ids=["stage", "shards"])
+def test_a_lost_node_with_the_only_part_of_its_kind_costs_no_checkpoint(plan: str, tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.py" for name in ("faulty", "plain")}
     for name, file in files.items():
         storage = str(tmp_path / name)
-        file.write_text(JOB_FILE.format(folder=str(tmp_path), storage=storage, wait_at=WAIT_AT))
+        file.write_text(JOB_FILE.format(folder=str(tmp_path), storage=storage, wait_at=WAIT_AT, plan=plan))
     with ExitStack() as stack:
         head, other, third = (stack.enter_context(machine(name)) for name in ("head", "other", "third"))
         addresses = (*cable(head, other).addresses, _second_cable(head, third))

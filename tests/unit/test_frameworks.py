@@ -39,6 +39,10 @@ ENGINES = (
 ORDERS = {
     # As in a mixed distillation and a spare: torch's compiler is imported last.
     "both engines": f"{ENGINES}\n{USED}\n{HIDDEN}",
+    # As in a worker that a fork server of TensorFlow makes, where the job uses torch too.
+    "forked": "import os, trainwright.strategies.tensorflow.strategy_engines\n"
+    "if pid := os.fork():\n"
+    f"    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n{USED}\n{HIDDEN}",
     # As in a notebook.
     "tensorflow before trainwright": f"import tensorflow, trainwright\n{USED}",
     "keras on torch": f"import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras, trainwright\n{USED}\n{HIDDEN}",
