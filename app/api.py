@@ -71,7 +71,8 @@ def plan(
 
     For a recipe of several stages, it is the plan of the next stage: later stages depend on its result. As in `fit`,
     the job's functions are tried first, and on CPUs a step is timed, for half a second in processes of its own, unless
-    the job has `preflight=False`; what they raise is raised. With `cluster` they are not tried.
+    the job has `preflight=False`; what they raise is raised. They are not tried with `cluster`, nor in a process that
+    is connected to a Ray cluster, whose packages may be others.
 
     Args:
         cluster: a hypothetical cluster such as `128x8xH100-80GB`: returns the best plan on it or on a part of it, with
@@ -88,14 +89,14 @@ def plan(
     from trainwright.distillation.teacher_delivery import plan_distillation
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import SizingRequest, what_if
-    from trainwright.ray_cluster.discovery import connect
+    from trainwright.ray_cluster.discovery import connect, has_cluster
     from trainwright.runtime.function_trial import Preflight
 
     stage = next_stage(job)
     if isinstance(stage, Distillation):
         return plan_distillation(stage, cluster)
     job = _job(stage)
-    if cluster is None and needs_cluster_to_open(job):
+    if cluster is None and (needs_cluster_to_open(job) or has_cluster()):
         connect()
     prepared = prepare(job, resume=True, connect=connect if cluster is None else None)
     if cluster is not None:
@@ -105,7 +106,7 @@ def plan(
         )  # fmt: skip
         there = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         return what_if(profile_of(prepared), there, request)
-    with Preflight(prepared) as trial:  # it runs the job's functions, and times a step on CPUs, as `fit` does
+    with Preflight(prepared, resume=True) as trial:
         connect()
         decision = decide_plan(prepared, trial.time_step)
         chosen = decision.chosen

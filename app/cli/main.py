@@ -37,7 +37,8 @@ _COMMANDS: Mapping[str, tuple[Any, ...]] = {
 """Functions and groups of commands, by the heading under which the help lists them."""
 
 
-_TAKE_JOBS = ("fit", "distill", "submit", "study", "chaos", "plan", "evaluate", "predict", "export")  # with --set
+_TRAINING = ("fit", "distill", "submit", "study", "chaos", "plan")  # with options that are fields of a job
+_TRAINED = ("evaluate", "predict", "export")  # of a run, which has its plan
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of it
 
 
@@ -129,12 +130,13 @@ def _refuse_unknown_options(arguments: Sequence[str]) -> None:
     words = list(arguments)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
-    if not arguments or arguments[0] not in _TAKE_JOBS:
+    if not arguments or arguments[0] not in (*_TRAINING, *_TRAINED):
         return
+    advice_on = _advice if arguments[0] in _TRAINING else _advice_on_trained
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for word in words:
         option, _, value = word.partition("=")
-        if option.startswith("--") and option not in known and (advice := _advice(option[2:], value, known)):
+        if option.startswith("--") and option not in known and (advice := advice_on(option[2:], value, known)):
             _exit_with_error(TrainwrightError(f"there is no option {option}", remedy=advice), 2)
 
 
@@ -151,6 +153,18 @@ def _advice(option: str, value: str, known: Collection[str]) -> str:
         lambda found: f"--{found[1]} " if f"--{found[1]}" in known else f"--set {found[1]}=",
         advice_of(name),
     )
+
+
+def _advice_on_trained(option: str, _value: str, known: Collection[str]) -> str:
+    """Return what to write for a command that takes a run as it was trained; empty where nothing is known."""
+    from trainwright.core.job import GROUP_OF, Job
+
+    name = option.replace("-", "_")
+    meant = advice_of(name) or (f"{name}=" if name in Job.model_fields or name in GROUP_OF else "")
+    own = [word for word in re.findall(r"(\w+)=", meant) if f"--{word.replace('_', '-')}" in known]
+    if own:
+        return f"use --{own[0].replace('_', '-')}"
+    return "it is an option of training: the run is used as it was trained" if meant else ""
 
 
 def _exit_with_error(error: TrainwrightError, code: int) -> None:

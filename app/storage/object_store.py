@@ -565,9 +565,11 @@ def canonical_uri(uri: str) -> str:
     scheme, found, rest = uri.partition("://")
     if not found:
         kind, colon, path = uri.partition(":")
-        kind, path = (kind, path) if colon else uri.partition("//")[::2]
-        if kind in _SCHEMES and (colon or "//" in uri):
-            raise StorageError(f"{uri!r} is not a storage URI", remedy=f"write {kind}://{path.lstrip('/')}")
+        if kind not in _SCHEMES:
+            kind, colon, path = uri.partition("//")  # s3//bucket
+        if colon and kind in _SCHEMES:
+            meant = path if kind == "file" else f"{kind}://{path.lstrip('/')}"
+            raise StorageError(f"{uri!r} is not a storage URI", remedy=f"write {meant}")
         return _absolute_folder(uri)
     if scheme not in _SCHEMES:
         raise StorageError(

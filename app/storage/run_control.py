@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from trainwright.core.errors import RunConflict, StorageError, nearest
 from trainwright.storage.object_store import Store
-from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, stop_request_path
+from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive, stop_request_path
 
 _POLL_S = 1.0
 _DEAD_S = 10.0  # without a heartbeat, as for a takeover
@@ -75,7 +75,13 @@ def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> i
         RunConflict: a driver of the run is alive.
         StorageError: the store cannot be used, or there is no such run.
     """
-    check_ended(store, run, wait=wait)
+    check_run(store, run)
+    check_ended(store, [run], wait=wait)
+    return delete_run(store, run)
+
+
+def delete_run(store: Store, run: str) -> int:
+    """Delete the files of a run that has ended; return how many there were. Raises StorageError."""
     paths = [path for path, _ in store.list(run)]
     log = [path for path in paths if path.startswith(f"{run}/log/") and path.endswith(".json")]
     store.delete(path for path in paths if path not in frozenset(log))
@@ -84,9 +90,10 @@ def remove_run(store: Store, run: str, *, wait: WaitFunction | None = None) -> i
     return len(paths)
 
 
-def check_ended(store: Store, run: str, *, wait: WaitFunction | None = None) -> None:
-    """Raise RunConflict where a driver of the run is alive, and StorageError where there is no such run."""
-    if owner_alive(store, run, _head(store, run), wait=wait):
+def check_ended(store: Store, runs: Iterable[str], *, wait: WaitFunction | None = None) -> None:
+    """Raise RunConflict where a driver of one of the runs is alive, and StorageError where the store cannot be read."""
+    heads = {run: head for run in runs if (head := RunLog(store, run).head()) is not None}
+    for run in sorted(owners_alive(store, heads, wait=wait)):
         raise RunConflict(
             f"run {run!r} is running",
             where=store.uri_of(run),

@@ -33,7 +33,7 @@ from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.run_history import read_history
 from trainwright.storage.object_store import open_store
-from trainwright.storage.run_control import check_ended, is_run, remove_run
+from trainwright.storage.run_control import check_ended, delete_run, is_run
 from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher, fixed_layout, train_trials
 
 if TYPE_CHECKING:
@@ -148,12 +148,16 @@ def _jobs(
 
 def _remove_runs(jobs: Iterable[Job]) -> None:
     """Delete the runs of earlier trials; none of them where the driver of one is alive, which raises RunConflict."""
-    stores = ((open_store(job.storage), job.name) for job in jobs)
-    found = [(store, run) for store, run in stores if is_run(store, run)]
-    for store, run in found:
-        check_ended(store, run)
-    for store, run in found:
-        remove_run(store, run)
+    by_storage: dict[str, list[str]] = {}
+    for job in jobs:
+        by_storage.setdefault(job.storage, []).append(job.name)
+    stores = {uri: open_store(uri) for uri in by_storage}
+    found = [(stores[uri], [run for run in runs if is_run(stores[uri], run)]) for uri, runs in by_storage.items()]
+    for store, runs in found:
+        check_ended(store, runs)
+    for store, runs in found:
+        for run in runs:
+            delete_run(store, run)
 
 
 def _metric_problems(job: Job, metric: SearchMetric) -> Iterator[str]:

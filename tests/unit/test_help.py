@@ -36,7 +36,8 @@ def test_the_version_is_that_of_the_package() -> None:
         (["fit", "job.py", "--epochs=3"], "--epochs\n  -> use --set epochs=3\n"),
         (["plan", "job.py", "--batch-size", "64"], "--batch-size\n  -> use --set batch_size=VALUE\n"),
         (["study", "batch", "job.py", "--lr=1"], "--lr\n  -> use the function of --set optimizer=: "),
-        (["evaluate", "job.py", "--num_workers=2"], "--num_workers\n  -> use --set workers=\n"),
+        (["evaluate", "job.py", "--num_workers=2"], "--num_workers\n  -> it is an option of training: the run is used"),
+        (["predict", "job.py", "--per_device_batch_size", "64"], "--per_device_batch_size\n  -> use --batch-size\n"),
         (["fit", "job.py", "--backend=nccl"], "--backend\n  -> no option is needed: it is gloo on"),
     ],
 )

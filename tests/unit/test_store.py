@@ -285,6 +285,8 @@ def test_a_network_folder_that_stumbles_is_tried_again(
         ("s4://bucket/x", "did you mean 's3'"),
         ("s3:/bucket/x", "write s3://bucket/x"),
         ("s3//bucket/x", "write s3://bucket/x"),
+        ("s3//bucket:x", "write s3://bucket:x"),
+        ("file:/data", "write /data"),
         ("s3://", "takes a bucket"),
         ("s3:///prefix", "takes a bucket"),
         ("s3://key:hidden@bucket/x", "takes a bucket"),

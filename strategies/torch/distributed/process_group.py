@@ -289,7 +289,7 @@ def _abort_groups() -> bool:
     Blocked collectives end with any values. An abort of NCCL may wait for another communicator, which another rank
     aborts first (pytorch#119797). Several groups at a time are not verified on hardware.
     """
-    return _run_for(_ABORT_WAIT_S, *(group.abort for group in process_groups()))
+    return _run_for(_ABORT_WAIT_S, *[group.abort for group in [*process_groups()]])
 
 
 def _run_for(seconds: float, *works: Callable[[], object]) -> bool:
@@ -361,7 +361,7 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup | None, *, me
     parts = torch.empty_like(whole)
     distributed.all_to_all_single(parts, whole, group=group)
     combine = torch.mean if mean else torch.sum
-    combine(parts.view(-1, *own.shape), 0, out=own)
+    combine(parts.view(distributed.get_world_size(group), *own.shape), 0, out=own)
 
 
 def is_one_host(group: Group) -> bool:
