@@ -111,6 +111,7 @@ def test_sdist_is_a_checkout_that_can_be_worked_with(built: Built) -> None:
     }
     for folder in ("app", "strategies", "datasets", "tests", "examples", "benchmarks"):
         files |= {path.relative_to(built.tree).as_posix() for path in (built.tree / folder).rglob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
     assert files - names == set()
 
 
