@@ -51,7 +51,8 @@ def _bound(folder: Path, pairs: BlockPairs, schedule: str) -> Figure:
     ranks = run_ranks(config, partial(measure_blocks, make_peer=partial(_alone, idle), pairs=pairs))
     ours = [1e3 * block.median_s for block in ranks[0][0]]
     bound = [1e3 * max(both.median_s for both in pair) for pair in zip(*(alone for _, alone in ranks), strict=True)]
-    what = f"median step of {schedule}, against the bound: slowest stage x {told}, m = {MICRO_BATCHES}, p = 2"
+    of = "" if schedule == "1f1b" else f" of {schedule}"
+    what = f"median step{of}, against the bound: slowest stage x {told}, m = {MICRO_BATCHES}, p = 2"
     return compare("pipeline_step", what, "ms", ours, bound)
 
 

@@ -115,7 +115,7 @@ TABLES: Mapping[str, Sequence[Row]] = {
         Row(
             told="the same against the bound: slowest stage x (m + p - 1) / m",
             benchmark="pipeline_step",
-            what="median step of 1f1b, against the bound: slowest stage x (m + p - 1) / m, m = 4, p = 2",
+            what="median step, against the bound: slowest stage x (m + p - 1) / m, m = 4, p = 2",
         ),
         SHARDED,
     ),
