@@ -105,9 +105,15 @@ def logging(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(outputs, targets)
 
 
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 2))
+
+
 def meta() -> nn.Module:
     with torch.device("meta"):
-        return nn.Linear(8, 2)
+        return Bare()
 
 
 @pytest.mark.parametrize(

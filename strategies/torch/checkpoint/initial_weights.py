@@ -115,12 +115,12 @@ def provide_memory(model: nn.Module, given: Mapping[str, object], where: str) ->
             ],
             where=where or "job",
         )
-    _materialize(model)
+    materialize(model)
 
 
 def fill_empty(model: nn.Module) -> None:
     """Give the tensors on the meta device memory and small values, which a checkpoint replaces."""
-    for value in _materialize(model):
+    for value in materialize(model):
         with torch.no_grad():
             if value.requires_grad or value.is_floating_point():
                 value.uniform_(0.0, _PLACEHOLDER)
@@ -213,7 +213,7 @@ def _pattern_problems(option: str, patterns: tuple[str, ...], names: Iterable[st
 # --- Memory and values ------------------------------------------------------------------------------------------------
 
 
-def _materialize(model: nn.Module) -> list[Tensor]:
+def materialize(model: nn.Module) -> list[Tensor]:
     """Replace tensors on the meta device by ones of the host's memory; tied ones stay tied. Returns the new ones."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():

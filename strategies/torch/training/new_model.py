@@ -15,6 +15,7 @@ from trainwright.strategies.torch.checkpoint.initial_weights import (
     StoredByName,
     fill_empty,
     match_names,
+    materialize,
     provide_memory,
 )
 from trainwright.strategies.torch.torch_errors import TorchUserCode
@@ -53,7 +54,10 @@ def new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByNam
 
 def _stored_weights(model: Any, spec: ModelSpec, where: str) -> StoredByName:
     """Return what the files of initial weights give a new model, by full name; its empty tensors get memory."""
-    if spec.initial_weights is None or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):
+        return {}
+    if spec.initial_weights is None:
+        _reset_empty(model, where)
         return {}
     if spec.weights is None:  # a checkpoint follows, or a trial of the functions
         fill_empty(model)
@@ -61,6 +65,38 @@ def _stored_weights(model: Any, spec: ModelSpec, where: str) -> StoredByName:
     found = match_names(model, spec.weights, where)
     provide_memory(model, found, where)
     return found
+
+
+def _reset_empty(model: nn.Module, where: str) -> None:
+    """Give the tensors on the meta device the values that their modules' own `reset_parameters` draws.
+
+    As torch's examples of FSDP2 do by `to_empty`, which would untie tied parameters. Modules without that method are
+    left to `_check_model`.
+
+    Raises:
+        JobError: the method of a module does not write all of its tensors.
+        UserCodeError: it raised.
+    """
+    owners = [module for module in model.modules() if any(value.is_meta for value in _own_tensors(module).values())]
+    resets = [getattr(module, "reset_parameters", None) for module in owners]
+    if not all(map(callable, resets)):
+        return
+    before = {value: value._version for value in materialize(model)}
+    for module, reset in zip(owners, resets, strict=True):
+        with TorchUserCode(f"reset_parameters() of {type(module).__name__}", where):
+            reset()  # type: ignore[misc]
+    for module in owners:
+        left = [name for name, value in _own_tensors(module).items() if before.get(value) == value._version]
+        if left:
+            kind = type(module).__name__
+            what = f"{left[0]!r} of {kind} was made on the meta device, and its reset_parameters() does not write it"
+            raise JobError([f"{what}: have it write all of them in place, with torch.nn.init"], where=where)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module holds itself."""
+    held = {**module._parameters, **module._buffers}
+    return {name: value for name, value in held.items() if value is not None}
 
 
 def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
@@ -73,8 +109,9 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     if empty:
         problems.append(
-            f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
-            'torch.device("meta"), and plans shard it after that; or let initial_weights= name files of its values'
+            f"{empty[0]!r} of the model is on the meta device and holds no values: give its module a "
+            "reset_parameters() that draws them; or build the model on the CPU, without torch.device('meta'), and "
+            "plans shard it after that; or let initial_weights= name files of its values"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append("the model has no parameter that requires a gradient: there is nothing to train")
