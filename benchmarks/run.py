@@ -59,7 +59,7 @@ BENCHMARKS = {
     "step_time": Benchmark(deadline_s=420),
     "tf_step_time": Benchmark(deadline_s=420),
     "ray_step_time": Benchmark(deadline_s=420, ray=True),
-    "pipeline_step": Benchmark(deadline_s=420),
+    "pipeline_step": Benchmark(deadline_s=600),
     "sharded_step": Benchmark(deadline_s=420),
     "first_step": Benchmark(deadline_s=420, ray=True),
     "checkpoint_stall": Benchmark(deadline_s=420),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +47,52 @@ def fit(folder: Path, kill_step: int, **fields: Any) -> tuple[list[bool], set[in
     return [is_fork_server(line) for line in lines], servers
 
 
-def test_workers_are_forked_and_train_as_others_do(
-    ray_cluster: None, tmp_path: Path, unbroken: Callable[[int], State], monkeypatch: pytest.MonkeyPatch
+# That a standby is up before the kill.
+STANDBY = {7: torch_jobs.Awaited(kind=events.Placed, spare=True)}
+
+
+class Servers:
+    """The run that has a fork server started, and the server that is there now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Until the second standby is up: Ray would give its process to the next run, however it was started.
+        ready = STANDBY | {20: torch_jobs.Awaited(kind=events.Placed, number=2, spare=True)}
+        self.forked, servers = fit(folder / "1" / "runs", 8, spares=1, awaits=ready)
+        (self.current,) = servers
+
+
+@pytest.fixture(scope="module")
+def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A fork server that the first standby of a run had started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINWRIGHT_FORK_SERVER", "")
+        patch.setattr("trainwright.runtime.forked_workers._AFTER_S", 1000.0)  # only a standby has one started
+        patch.setattr("trainwright.runtime.forked_workers._STARTED_S", 1000.0)  # on a busy machine imports take long
+        found = Servers(tmp_path_factory.mktemp("forked"))
+        yield found
+        os.kill(found.current, signal.SIGKILL)
+
+
+def test_the_first_standby_is_the_first_process_that_is_forked(
+    servers: Servers, unbroken: Callable[[int], State]
 ) -> None:
-    expected = unbroken(2)
-    monkeypatch.setenv("TRAINWRIGHT_FORK_SERVER", "")
-    monkeypatch.setattr("trainwright.runtime.forked_workers._AFTER_S", 1000.0)  # only a standby has one started
-    monkeypatch.setattr("trainwright.runtime.forked_workers._STARTED_S", 1000.0)  # on a busy machine imports take long
-    last = {7: torch_jobs.Awaited(kind=events.Placed, spare=True)}
-    # Until the second standby is up: Ray would give its process to the next run, however it was started.
-    ready = last | {20: torch_jobs.Awaited(kind=events.Placed, number=2, spare=True)}
+    assert servers.forked[:3] == [False, False, True]
+    assert final_state(servers.folder / "1" / "runs", "faulty") == unbroken(2)
 
-    forked, servers = fit(tmp_path / "1" / "runs", 8, spares=1, awaits=ready)
-    assert forked[:3] == [False, False, True] and len(servers) == 1, "the first standby is the first one that is forked"
-    assert final_state(tmp_path / "1" / "runs", "faulty") == expected
-    (server,) = servers
 
-    forked, servers = fit(tmp_path / "2" / "runs", 8, spares=0)
-    assert all(forked) and servers == {server}, "a later run finds the server"
-    assert final_state(tmp_path / "2" / "runs", "faulty") == expected
+def test_a_later_run_finds_the_server(servers: Servers, unbroken: Callable[[int], State]) -> None:
+    forked, used = fit(servers.folder / "2" / "runs", 8, spares=0)
+    assert all(forked) and used == {servers.current}
+    assert final_state(servers.folder / "2" / "runs", "faulty") == unbroken(2)
 
-    os.kill(server, signal.SIGKILL)
-    forked, servers = fit(tmp_path / "3" / "runs", 8, spares=1, awaits=last)
-    assert forked[:2] == [False, False], "workers import by themselves where the server is gone"
-    assert forked[2] and server not in servers, "a standby has it started again"
-    assert final_state(tmp_path / "3" / "runs", "faulty") == expected
-    for each in servers:
-        os.kill(each, signal.SIGKILL)
+
+def test_where_the_server_is_gone_workers_import_by_themselves_and_a_standby_has_it_started_again(
+    servers: Servers, unbroken: Callable[[int], State]
+) -> None:
+    former = servers.current
+    os.kill(former, signal.SIGKILL)
+    forked, used = fit(servers.folder / "3" / "runs", 8, spares=1, awaits=STANDBY)
+    assert forked[:2] == [False, False] and forked[2] and former not in used
+    (servers.current,) = used
+    assert final_state(servers.folder / "3" / "runs", "faulty") == unbroken(2)
