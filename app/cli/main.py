@@ -113,13 +113,14 @@ def _run(*, for_program: bool) -> None:
     """Run the command; for a program, a wrong use of it is an object too."""
     if not for_program:
         app()
+        return
     try:
         code = app(standalone_mode=False, prog_name="trainwright")
     except _UsageError as error:
         used = error.ctx.command_path if error.ctx else "trainwright"
         told = TrainwrightError(error.format_message(), where=used, remedy=f"see `{used} --help`")
         _exit_with_error(told, 2)
-    except typer.Abort:  # a question was not answered with yes
+    except typer.Abort:  # Ctrl-C, or a question that was not answered with yes
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 

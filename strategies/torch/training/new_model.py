@@ -90,7 +90,8 @@ def _reset_empty(model: nn.Module, where: str) -> None:
         if left:
             kind = type(module).__name__
             what = f"{left[0]!r} of {kind} was made on the meta device, and its reset_parameters() does not write it"
-            raise JobError([f"{what}: have it write all of them in place, with torch.nn.init"], where=where)
+            remedy = "have it write all of them in place, with torch.nn.init; what is written through .data is not seen"
+            raise JobError([f"{what}: {remedy}"], where=where)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
