@@ -52,6 +52,7 @@ while True:
 """
 
 
+NICENESS = "RAY_worker_niceness"  # set for all tests in conftest.py
 PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "mount")
 ADMIN = "CAP_SYS_ADMIN (docker run --privileged)"
 TRIES = {
@@ -128,8 +129,8 @@ def demand_rights(programs: Sequence[str] = PROGRAMS, tries: Mapping[str, Sequen
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what a Ray that runs in it has set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """This process's, without what a Ray that runs in it has set; workers are not to starve there either."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == NICENESS}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 
 
