@@ -12,7 +12,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainwright.core.errors import CheckpointError, JobError, nearest
@@ -339,8 +341,7 @@ def _streamed(source: _Bytes, wanted: Collection[str] | None) -> Iterator[tuple[
         elif last == start:
             yield name, torch.empty(one["shape"], dtype=dtype)
         else:
-            flat = torch.frombuffer(source.take(last - start), dtype=torch.uint8)
-            yield name, flat.view(dtype).reshape(one["shape"])
+            yield name, torch.from_numpy(source.array(last - start)).view(dtype).reshape(one["shape"])
 
 
 class _Bytes:
@@ -354,6 +355,18 @@ class _Bytes:
         found = bytearray()
         for piece in self._next(count):
             found += piece
+        return found
+
+    def array(self, count: int) -> NDArray[np.uint8]:
+        """Return the next bytes as an array of their own. Raises ValueError where there are fewer."""
+        try:
+            found = np.empty(count, np.uint8)  # of huge pages, which torch.empty does not ask for
+        except MemoryError as error:
+            raise ValueError(str(error)) from error
+        start = 0
+        for piece in self._next(count):
+            found[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+            start += len(piece)
         return found
 
     def skip(self, count: int) -> None:

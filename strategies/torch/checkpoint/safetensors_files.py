@@ -28,6 +28,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from trainwright.strategies.torch.training.new_model import frozen_parameters
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
 _MODEL, _OPTIMIZER, _AVERAGE = "model", "optimizer", "average"
+_WEIGHTS = (_MODEL, _AVERAGE)
 _FILE, _STATE = "{}{}.safetensors", "state{}.json"
 MAX_FILE_BYTES, _READERS = 1 << 30, 4
 _LOCAL_FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
@@ -165,17 +167,18 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
     """
     known = _part_headers(reader, wanted, part)
     boxes = _boxes([*known.values()], wanted)
+    kinds = _WEIGHTS if reader.weights_only else (_OPTIMIZER, *_WEIGHTS)  # the largest first
     slots: OptimizerSlots = {
         name: dict(entries)
         for facts in known.values()
         for name, entries in facts["plain"].items()
         if wanted is None or name in wanted
     }
-    optimizer = {} if reader.weights_only else _assemble(reader, _OPTIMIZER, known, boxes[_OPTIMIZER])
-    for name, value in optimizer.items():
+    found = _assemble(reader, known, {kind: boxes[kind] for kind in kinds})
+    model, average = found[_MODEL], found[_AVERAGE]
+    for name, value in found.get(_OPTIMIZER, {}).items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
-    model, average = (_assemble(reader, kind, known, boxes[kind]) for kind in (_MODEL, _AVERAGE))
     if reader.weights_only:
         model |= average
     for name, value in average.items():
@@ -247,8 +250,8 @@ def load_weights(reader: StateReader) -> dict[str, Tensor]:
     """
     known = _part_headers(reader, None, WHOLE_MODEL)
     boxes = _boxes([*known.values()], None)
-    model, average = (_assemble(reader, kind, known, boxes[kind]) for kind in (_MODEL, _AVERAGE))
-    return model | average
+    found = _assemble(reader, known, {kind: boxes[kind] for kind in _WEIGHTS})
+    return found[_MODEL] | found[_AVERAGE]
 
 
 def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelPart) -> Mapping[ModelPart, _Header]:
@@ -291,18 +294,44 @@ def _owner(kind: str, name: str) -> str:
 
 
 def _assemble(
-    reader: StateReader, kind: str, known: Mapping[ModelPart, _Header], boxes: Mapping[str, ShardSlice]
-) -> dict[str, Tensor]:
-    """Assemble the wanted slices from files of one kind. Raises CheckpointError where something is missing."""
-    found: dict[str, Tensor] = {}
-    taken: dict[str, set[ShardSlice]] = {name: set() for name in boxes}
+    reader: StateReader, known: Mapping[ModelPart, _Header], boxes: Mapping[str, Mapping[str, ShardSlice]]
+) -> dict[str, dict[str, Tensor]]:
+    """Assemble the wanted slices of each kind from its files. Raises CheckpointError where something is missing."""
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in boxes}
+    taken: dict[str, dict[str, set[ShardSlice]]] = {}
+    reads: list[_FileRead] = []
+    for kind, wanted in boxes.items():
+        taken[kind] = {name: set() for name in wanted}
+        reads += _planned_reads(kind, known, wanted, found[kind], taken[kind])
+    _take_tensors(reader, reads)
+    for kind, named in taken.items():
+        for name, parts in named.items():
+            if sum(box.count for box in parts) != boxes[kind][name].count:
+                raise _damaged(_STATE.format(next(iter(known)).suffix), ValueError(f"{name} is not whole in all parts"))
+    return found
+
+
+def _planned_reads(
+    kind: str,
+    known: Mapping[ModelPart, _Header],
+    boxes: Mapping[str, ShardSlice],
+    found: dict[str, Tensor],
+    taken: Mapping[str, set[ShardSlice]],
+) -> Iterator[_FileRead]:
+    """Yield the files of one kind to read; what they bring goes to `found` and is noted in `taken`.
+
+    Of a slice that several parts hold, the first part's is read.
+    """
+    planned: dict[str, set[ShardSlice]] = {name: set() for name in boxes}
     for part, facts in known.items():
         described = {name: one for name, one in facts["tensors"].get(kind, {}).items() if name in boxes}
         held = {name: _held_slice(one) for name, one in described.items()}
         for name in [name for name in held if name not in found]:
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
-        news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
+        news = {name: box for name, box in news.items() if box.count and box not in planned[name]}
+        for name, box in news.items():
+            planned[name].add(box)
 
         def take(name: str, value: Tensor, news: Mapping[str, ShardSlice] = news, held: Any = held) -> None:
             box = news[name]
@@ -313,12 +342,8 @@ def _assemble(
                 found[name][box.inside(boxes[name])] = value[box.inside(held[name])]
 
         if news or (len(known) == 1 and kind in facts["tensors"]):
-            names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
-            _take_tensors(reader, names, news, take)
-    for name, parts in taken.items():
-        if sum(box.count for box in parts) != boxes[name].count:
-            raise _damaged(_STATE.format(next(iter(known)).suffix), ValueError(f"{name} is not whole in all parts"))
-    return found
+            for name in _names(kind, part.suffix, facts.get("files", {}).get(kind, 1)):
+                yield _FileRead(name=name, wanted=news.keys(), take=take)
 
 
 def _held_slice(described: Mapping[str, Any]) -> ShardSlice:
@@ -336,28 +361,32 @@ def _parts(reader: StateReader) -> tuple[ModelPart, ...]:
 def _tensors(reader: StateReader, names: Sequence[str]) -> dict[str, Tensor]:
     """Return all tensors of some files."""
     found: dict[str, Tensor] = {}
-    _take_tensors(reader, names, None, found.__setitem__)
+    _take_tensors(reader, [_FileRead(name=name, wanted=None, take=found.__setitem__) for name in names])
     return found
 
 
-def _take_tensors(
-    reader: StateReader, names: Sequence[str], wanted: Collection[str] | None, take: Callable[[str, Tensor], None]
-) -> None:
-    """Call `take` with the wanted tensors of some files, from several threads; with all of them for None.
+@dataclass(frozen=True, kw_only=True)
+class _FileRead:
+    """A file to read: names of the wanted tensors, None for all, and what is called with each of them."""
 
-    Of each file that is read, one tensor is in memory beside what `take` keeps.
-    """
+    name: str
+    wanted: Collection[str] | None
+    take: Callable[[str, Tensor], None]
 
-    def read(name: str) -> None:
-        _check_name(reader, name)
+
+def _take_tensors(reader: StateReader, reads: Sequence[_FileRead]) -> None:
+    """Read some files in several threads. Of each, one tensor is in memory beside what `take` keeps."""
+
+    def read(file: _FileRead) -> None:
+        _check_name(reader, file.name)
         try:
-            for found, value in stream_safetensors(reader.stream(name), wanted):
-                take(found, value)
+            for found, value in stream_safetensors(reader.stream(file.name), file.wanted):
+                file.take(found, value)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise _damaged(name, error) from error
+            raise _damaged(file.name, error) from error
 
-    with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
-        deque(pool.map(read, names), maxlen=0)
+    with ThreadPoolExecutor(_READERS) as pool:
+        deque(pool.map(read, reads), maxlen=0)
 
 
 def _read_header(reader: StateReader, part: ModelPart) -> dict[str, Any]:
