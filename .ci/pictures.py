@@ -1,6 +1,9 @@
-"""Makes the picture of a report in docs/images: python .ci/pictures.py [RUN [STORAGE]], the example's run by default.
+"""Makes the pictures of pages in docs/images.
 
-README shows the run of examples/fashion_mnist.py with one worker killed: `trainwright logs` prints its pid.
+python .ci/pictures.py report [RUN [STORAGE]]: of a run's report, by default that of examples/fashion_mnist.py. README
+shows it with one worker killed: `trainwright logs` prints its pid.
+python .ci/pictures.py study FILE NAME: of a page that `trainwright study ... --html FILE` made (docs/studies.md has the
+commands); NAME is that of the picture, such as study-batch.
 """
 
 from __future__ import annotations
@@ -17,22 +20,37 @@ from trainwright.reporting.html.run_report import render_report  # noqa: E402
 from trainwright.reporting.run_history import read_history  # noqa: E402
 from trainwright.storage.object_store import open_store  # noqa: E402
 
-LOOK = {"viewport": {"width": 1100, "height": 800}, "device_scale_factor": 1, "color_scheme": "light"}
+WIDTH, MARGIN = 1100, 20
+LOOK = {"viewport": {"width": WIDTH, "height": 800}, "device_scale_factor": 1, "color_scheme": "light"}
 
 
-def main(run: str = "fashion-mnist", storage: str = "runs") -> None:
-    """Draw the report down to its recoveries."""
+def report(run: str = "fashion-mnist", storage: str = "runs") -> None:
+    """Draw a report down to its recoveries."""
     history = read_history(open_store(storage), run)
     html = render_report(history, uri=f"{storage}/{run}", now_s=history.summary.last_s)
-    with tempfile.TemporaryDirectory() as name, chromium(Path(name)) as browser:
+    with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "report.html"
         file.write_text(html, encoding="utf-8")
-        with opened(browser, file.as_uri(), **LOOK) as watched:
-            box = watched.page.locator("[data-part=recoveries]").bounding_box()
-            assert box is not None and watched.errors == []
-            clip = {"x": 0, "y": 0, "width": 1100, "height": box["y"] + box["height"] + 20}
-            watched.page.screenshot(path=ROOT / "docs" / "images" / "report.png", full_page=True, clip=clip)
+        _draw(file, "[data-part=recoveries]", "report")
+
+
+def study(file: str, name: str) -> None:
+    """Draw the page of a study down to its chart."""
+    _draw(Path(file).resolve(), "svg", name)
+
+
+def _draw(file: Path, last: str, name: str) -> None:
+    """Draw a page from its top to the end of the first element of a selector."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chromium(Path(folder)) as browser,
+        opened(browser, file.as_uri(), **LOOK) as watched,
+    ):
+        box = watched.page.locator(last).first.bounding_box()
+        assert box is not None and watched.errors == []
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + MARGIN}
+        watched.page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png", full_page=True, clip=clip)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"report": report, "study": study}[sys.argv[1]](*sys.argv[2:])
