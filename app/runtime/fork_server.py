@@ -79,7 +79,8 @@ def start(
 ) -> socket.socket:
     """Start a server, unless one has that name, and return a connection that holds it.
 
-    The server is no child of this process. It imports in the background: see `await_ready`.
+    The server is no child of this process. It imports in the background: see `await_ready`. It writes errors where this
+    process does.
 
     Args:
         name: of the socket.
@@ -93,7 +94,7 @@ def start(
     """
     command = [sys.executable, os.path.realpath(__file__), "serve", name, str(until), str(idle_s), *modules]
     with subprocess.Popen(
-        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
@@ -224,7 +225,7 @@ class _Server:
         for watched in (self._wake_reader, self._listener):
             self._poll.register(watched, select.POLLIN)
         used_s = time.monotonic()
-        while os.path.exists(f"/proc/{self._until}") and time.monotonic() - used_s <= self._idle_s:
+        while os.path.exists(f"/proc/{self._until}"):
             ready = {descriptor for descriptor, _ in self._poll.poll(min(_LOOK_S, self._idle_s) * 1000)}
             if self._wake_reader.fileno() in ready:
                 self._wake_reader.recv(_PART_BYTES)
@@ -238,6 +239,8 @@ class _Server:
                     return forked
             if self._children or (self._holders and self._listens):
                 used_s = time.monotonic()
+            elif time.monotonic() - used_s > self._idle_s:
+                break
         return None
 
     @property
@@ -375,7 +378,7 @@ def _main(name: str, until: str, idle_s: str, *modules: str) -> None:
     listener.listen(_WAITING_ORDERS)
     if os.fork():
         os._exit(0)
-    os.dup2(0, 2)  # the starting process reads this stream to its end
+    os.dup2(1, 2)  # the starting process reads this stream to its end; the other one is its own stream of errors
     error = _import(modules)
     if error:
         listener.settimeout(_LISTEN_S)

@@ -181,6 +181,37 @@ def test_a_server_stays_while_somebody_holds_it_or_it_has_a_child(
     assert server_of(name) == server, "the fixture holds it"
 
 
+def test_a_server_that_is_held_does_not_end_however_seldom_it_runs(name: str) -> None:
+    """On a busy machine any time may pass between two of its steps."""
+    ends = f"""
+import itertools, os, socket, sys, threading, time
+sys.path.insert(0, {str(Path(fork_server.__file__).parent)!r})
+import fork_server
+times = itertools.count(0, 1000)
+time.monotonic = lambda: next(times)
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind("\\0{name}")
+    listener.listen()
+    held = fork_server._send_request({name!r}, {{"action": "hold"}})
+    threading.Timer(0.5, held.close).start()
+    fork_server._Server(listener, os.getpid(), idle_s=0.1).serve()
+    print(held.fileno())
+"""
+    ran = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "-1\n", "it ended only once nobody held it"
+
+
+def test_a_fault_of_a_server_is_written_where_its_client_writes_errors(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with start(name, [], environment(), until=os.getpid(), idle_s=0.1) as line:
+        await_ready(line, 60.0)
+        server = server_of(name)
+        os.kill(server, signal.SIGINT)
+        await_gone(server)
+    assert "KeyboardInterrupt" in capfd.readouterr().err
+
+
 def test_a_server_ends_when_nobody_holds_it(name: str) -> None:
     start(name, ["graphlib"], environment(), until=os.getpid(), idle_s=0.1).close()
     await_end(name)
