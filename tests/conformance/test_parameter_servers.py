@@ -264,7 +264,7 @@ def test_followers_end_when_the_chief_is_gone_or_they_are_interrupted(pool: Pool
     try:
         world.form()
         *others, interrupted = world.ranks[1:]
-        interrupted.send("interrupted", None, 0.1)
+        interrupted.send("interrupted", 0.1, "follow")
         assert interrupted.outcome(SOON_S) == Outcome()
         for rank in others:
             rank.send("follow")

@@ -31,7 +31,8 @@ from trainwright.strategies.torch.training.objective import DevicePrefetcher, Jo
 
 pytestmark = pytest.mark.gpu
 
-ABORTS = 12  # each took a second on an H100
+ABORTS = 12 if GPU == CPU else 100  # each took a second on an H100
+KEPT = 4  # open files and threads that may stay of all of them
 TOLERANCE = 1e-9  # over 50 steps in float64
 ENGINES = {"one device": ONE_DEVICE, "over NCCL": PARALLEL}
 ATTENTIVE = replace(PROBLEMS["ragged"], inputs=("x",))
@@ -232,7 +233,7 @@ def test_a_group_that_was_aborted_takes_no_step_and_forms_again(monkeypatch: pyt
         assert lone.files() == before
         used = [resources_after_abort(lone) for _ in range(ABORTS)]
         growth = [after - before for before, after in zip(used[2], used[-1], strict=True)]
-        assert max(growth[:2]) < ABORTS / 3 and sum(growth[2:]) < 64 << 20, used
+        assert max(growth[:2]) < KEPT and sum(growth[2:]) < 64 << 20, used
         lone.form(GPU)
         reports += lone.train(3, len(task.feeds))
         assert_same(Run(reports=reports, state=torch_case.state(lone.files())), expected)

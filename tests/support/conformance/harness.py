@@ -164,7 +164,7 @@ class World:
             own_s: deadlines of ranks that have one of their own.
         """
         own = own_s or {}
-        groups = [replace(group, deadline_s=own.get(group.rank, deadline_s)) for group in self._groups(deadline_s)]
+        groups = [replace(group, deadline_s=own.get(group.rank, deadline_s)) for group in self.reserve(deadline_s)]
         new = [number for number, built in enumerate(self._built) if not built]
         for number, rank in enumerate(self.ranks):
             rank.send("form", groups[number])
@@ -189,7 +189,7 @@ class World:
 
     def form_without(self, absent: int, deadline_s: float) -> list[Outcome]:
         """What becomes of the others when a rank dies before it has joined; a new process takes its place."""
-        groups = self._groups(deadline_s)
+        groups = self.reserve(deadline_s)
         self.ranks[absent].kill()
         others = [(rank, group) for rank, group in zip(self.ranks, groups, strict=True) if group.rank != absent]
         for rank, group in others:
@@ -207,7 +207,7 @@ class World:
         rank.call("build", self.spec, self.plan)
         self._built[number] = True
 
-    def _groups(self, deadline_s: float) -> list[Group]:
+    def reserve(self, deadline_s: float = GROUP_S) -> list[Group]:
         """A new generation as each rank is told of it, once all have bound a port."""
         self._generation += 1
         generation = Generation(token=1, number=self._generation)

@@ -10,7 +10,11 @@ from tests.support.conformance.cases import Case
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.server_processes import Kind
 
-KERAS_PROGRAMS = ("tensorflow", "keras", "trainwright.strategies.tensorflow.fit_workers")
+KERAS = ("tensorflow", "keras")
+FILES = {  # that need more than the cases which their tests are made for
+    "tests/programs/keras": (*KERAS, "trainwright.strategies.tensorflow.fit_workers"),
+    "tests/conformance/test_parameter_servers": (*KERAS, "trainwright.strategies.tensorflow.ps.parameter_server"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +25,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         case = given.get("case", Kind(framework=given.get("framework", "")))
         modules.update(case.imports if isinstance(case, Case | Kind) else ())
-        modules.update(KERAS_PROGRAMS if "tests/programs/keras" in item.nodeid else ())
+        modules.update(*(needed for name, needed in FILES.items() if name in item.nodeid))
     shared = Pool(sorted(modules))
     yield shared
     shared.close()

@@ -285,8 +285,8 @@ class Session:
         self.engine.leave()
         self.engine.leave()
 
-    def interrupted(self, feed: Feed | None, after_s: float) -> Exception | None:
-        """What a step, without a feed `follow`, raises when `interrupt` comes from another thread `after_s` into it.
+    def interrupted(self, after_s: float, call: str, *arguments: Any) -> Exception | None:
+        """What a call of the engine raises when `interrupt` comes from another thread `after_s` into it.
 
         The answer False kills.
         """
@@ -301,7 +301,7 @@ class Session:
         thread.start()
         raised: Exception | None = None
         try:
-            self.engine.train_step(feed) if feed is not None else self.engine.follow()
+            getattr(self.engine, call)(*arguments)
         except TrainwrightError as error:
             raised = error
         over.set()
