@@ -19,16 +19,15 @@ from tests.support.namespaces import machine
 from tests.support.processes import ROOT
 from trainwright.core import events
 
-AZURE = f"""
+SERVICE_ADDRESS = """
 ip address add 169.254.169.254/32 dev lo
 mount -t tmpfs firmware /sys/class
 mkdir -p /sys/class/dmi/id
-echo {AZURE_TAG} >/sys/class/dmi/id/chassis_asset_tag
 """
-NOTICES = {
-    "aws": ("AWS spot interruption (terminate)", 90.0),
-    "google": ("Google Cloud preemption", 30.0),
-    "azure": ("Azure spot eviction", 40.0),
+NOTICES = {  # with a fact of the cloud's firmware
+    "aws": ("AWS spot interruption (terminate)", 90.0, "sys_vendor", "Amazon EC2"),
+    "google": ("Google Cloud preemption", 30.0, "product_name", "Google Compute Engine"),
+    "azure": ("Azure spot eviction", 40.0, "chassis_asset_tag", AZURE_TAG),
 }
 
 
@@ -50,14 +49,11 @@ def test_all_workers_of_a_machine_that_a_cloud_takes_back_hand_their_ranks_over(
     cloud: str, folder: Path, unbroken: Callable[[int], State]
 ) -> None:
     """On one machine nothing else is left: all start again there, from a checkpoint of the step of the notice."""
-    if cloud == "azure":
-        with machine(prepare=AZURE) as azure:
-            azure.run(sys.executable, "-m", "tests.faults.notices_world", folder, cloud, deadline_s=160)
-    else:
-        run("tests.faults.notices_world", folder, cloud)
+    text, most_s, name, fact = NOTICES[cloud]
+    with machine(prepare=f"{SERVICE_ADDRESS}echo {fact} >/sys/class/dmi/id/{name}\n") as rented:
+        rented.run(sys.executable, "-m", "tests.faults.notices_world", folder, cloud, deadline_s=160)
     assert final_state(folder, "faulty") == unbroken(2)
     assert not told(folder, "faulty", events.Failed)
-    text, most_s = NOTICES[cloud]
     leaving: Any = told(folder, "faulty", events.Leaving)
     assert sorted(event.rank for event in leaving) == [0, 1] and {event.why for event in leaving} == {text}
     assert all(most_s - 15 <= event.left_s <= most_s for event in leaving)
