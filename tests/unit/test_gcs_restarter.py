@@ -12,7 +12,7 @@ import pytest
 from trainwright.core.errors import ResourceError
 from trainwright.runtime.gcs_restarter import Command, command_of, open_process, revive
 
-SLEEPER = (sys.executable, "-S", "-c", "import sys; sys.stdin.read()")
+SLEEPER = (sys.executable, "-S", "-c", "import sys; print('up', flush=True); sys.stdin.read()")
 
 
 def command(*arguments: str, **environment: str) -> Command:
@@ -22,7 +22,9 @@ def command(*arguments: str, **environment: str) -> Command:
 @pytest.fixture
 def raylet() -> Iterator[subprocess.Popen[bytes]]:
     """A process that lives until its standard input is closed."""
-    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, env={**os.environ, "MARK": "=a=b"}) as process:
+    own = {**os.environ, "MARK": "=a=b"}
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"  # its arguments show only then
         yield process
         process.kill()
 
