@@ -2,9 +2,9 @@
 
     python benchmarks/flame_graphs.py FOLDER
 
-Writes `step.svg`, `start.svg`, and to stdout a table of each: milliseconds of a step of rank 0, seconds of the start by
-process, and the time of each part of a start without py-spy. py-spy needs the right to look into other processes, such
-as root's.
+Writes `flame-step.svg` and `flame-start.svg`, and to stdout a table of each: milliseconds of a step of rank 0, seconds
+of the start by process, and the time of each part of a start without py-spy. py-spy needs the right to look into other
+processes, such as root's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 from first_step import train_first
 from local_ranks import LocalRank, run_ranks
@@ -40,7 +41,8 @@ PARTS = (
     "the second worker, on the other core", "rendezvous", "first step",
 )  # fmt: skip
 START_S = 180.0
-KINDS = ("flamegraph", "raw")
+WIDTH, ROW, LETTER, LEAST = 1200, 17, 6.1, 2.5  # of a graph, a row, a letter and the narrowest frame, in pixels
+COLORS = {r"\(torch/|\(torchgen/": "#f4a259", r"\(ray/": "#8cb3d9", r"\(trainwright/": "#8fc49a", "": "#d9d6cf"}
 JOB = Path(__file__).resolve().parents[1] / "examples" / "fashion_mnist.py"
 
 # The first pattern that a stack has names what it does.
@@ -70,15 +72,17 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         config = worker_config_for(place, WARM_UP + STEPS, {"strategy": "data_parallel"})
-        step_s = run_ranks(config, partial(_watched_loop, folder=folder))[0]
-        stacks = _read(folder / "step.txt")
+        step_s = run_ranks(config, partial(_watched_loop, file=place / "step.txt"))[0]
+        stacks = _read(place / "step.txt")
         loop = {stack: count for stack, count in stacks.items() if "run (paired_loops" in stack}
+        _draw(loop, folder / "flame-step.svg")
         print(f"A step of rank 0: {1e3 * step_s:.2f} ms")
         for name, share in _shares(loop, STEP):
             print(f"| {name} | {1e3 * step_s * share:.2f} ms |")
-        seconds = _watched_start(place, folder)
+        seconds = _watched_start(place, place / "start.txt")
         print(f"From the command to the end of a run of 20 steps: {seconds:.1f} s; seconds with work in all processes")
-        stacks = _read(folder / "start.txt")
+        stacks = _read(place / "start.txt")
+        _draw(stacks, folder / "flame-start.svg")
         for name, share in _shares(stacks, START):
             print(f"| {name} | {share * sum(stacks.values()) / RATE_HZ:.2f} s |")
         print(f"From fit() to the first step on a running cluster, medians of {STARTS}")
@@ -86,32 +90,30 @@ def main(folder: Path) -> None:
             print(f"| {name} | {seconds:.2f} s |")
 
 
-def _watched_loop(local_rank: LocalRank, folder: Path) -> float:
+def _watched_loop(local_rank: LocalRank, file: Path) -> float:
     """Run the loop while py-spy samples this process on rank 0. Returns the mean seconds of a step."""
     loop = WorkerLoop(local_rank.worker)
     loop.run(WARM_UP)
     local_rank.wait_for_others()
-    spies = [] if local_rank.rank else [_spy(folder / "step", kind, ["--pid", str(os.getpid())]) for kind in KINDS]
+    spy = None if local_rank.rank else _spy(file, ["--pid", str(os.getpid())])
     local_rank.wait_for_others()
     begun = time.perf_counter()
     for _ in range(STEPS // 25):
         loop.run(25)
     seconds = (time.perf_counter() - begun) / STEPS
-    for spy in spies:
+    if spy is not None:
         spy.send_signal(signal.SIGINT)
         spy.wait(START_S)
     return seconds
 
 
-def _watched_start(place: Path, folder: Path) -> float:
+def _watched_start(place: Path, file: Path) -> float:
     """Run a short job under py-spy, its children included. Returns the seconds that it took."""
     run = [sys.executable, "-m", "trainwright", "fit", str(JOB), "--fresh", "--set", f"storage={place / 'runs'}"]
     run += ["--set", "epochs=1", "--set", f"epoch_samples={20 * 256}"]
     begun = time.perf_counter()
-    for kind in KINDS:
-        spy = _spy(folder / "start", kind, ["--subprocesses", "--", *run])
-        spy.wait(START_S)
-    return (time.perf_counter() - begun) / len(KINDS)
+    _spy(file, ["--subprocesses", "--", *run]).wait(START_S)
+    return time.perf_counter() - begun
 
 
 def _parts_of_start(place: Path) -> list[float]:
@@ -136,9 +138,9 @@ def _differences(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def _spy(file: Path, kind: str, what: Sequence[str]) -> subprocess.Popen[bytes]:
-    name = file.with_suffix(".svg" if kind == "flamegraph" else ".txt")
-    command = ["py-spy", "record", "--rate", str(RATE_HZ), "--nonblocking", "--format", kind, "--output", str(name)]
+def _spy(file: Path, what: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = ["py-spy", "record", "--rate", str(RATE_HZ), "--nonblocking", "--function"]
+    command += ["--format", "raw", "--output", str(file)]
     return subprocess.Popen([*command, *what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -157,6 +159,48 @@ def _shares(stacks: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[s
     for stack, count in stacks.items():
         found[next((name for name, pattern in names.items() if re.search(pattern, stack)), "others")] += count
     return [(name, count / total) for name, count in found.most_common()]
+
+
+class _Frame(Counter[str]):
+    """Samples of what a function called, by its name; `inner` has their own frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: dict[str, _Frame] = {}
+
+
+def _draw(stacks: Mapping[str, int], file: Path) -> None:
+    """Draw stacks as an SVG: the outermost frame on top, the widest first, without those that are too narrow to see."""
+    root, scale = _Frame(), WIDTH / sum(stacks.values())
+    for stack, count in stacks.items():
+        frame = root
+        for name in stack.split(";"):
+            frame[name] += count
+            frame = frame.inner.setdefault(name, _Frame())
+    shapes: list[tuple[int, str]] = []
+
+    def add(frame: _Frame, left: float, row: int) -> None:
+        for name, count in frame.most_common():
+            wide = count * scale
+            if wide < LEAST:
+                return
+            color = next(color for pattern, color in COLORS.items() if re.search(pattern, name))
+            fits = int((wide - 4) / LETTER)
+            shown = escape(name if len(name) <= fits else f"{name[: fits - 1]}…") if fits > 3 else ""
+            shapes.append((row, f'<g><title>{escape(name)}: {count * scale / WIDTH:.1%}</title>'
+                f'<rect x="{left:.1f}" y="{row * ROW}" width="{wide - 0.5:.1f}" height="{ROW - 1}" fill="{color}"/>'
+                f'<text x="{left + 2:.1f}" y="{row * ROW + 12}">{shown}</text></g>'))  # fmt: skip
+            add(frame.inner[name], left, row + 1)
+            left += wide
+
+    add(root, 0.0, 0)
+    height = ROW * (1 + max(row for row, _ in shapes))
+    file.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="monospace" font-size="10"><rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+        f"{''.join(shape for _, shape in shapes)}</svg>\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

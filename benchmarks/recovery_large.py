@@ -42,7 +42,12 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     broadcast_s = state_bytes(width, layers) / broadcast_bytes_per_s(folder, sent_bytes)
     schedule = Schedule(kills=kills, every=2, offset=0, pause_s=0.0, settled=2)
     own = folder / "ours"
-    fields = {"model": partial(build_large, width, layers), "batch_size": BATCH_SIZE, "checkpoint_steps": STEPS}
+    fields = {
+        "model": partial(build_large, width, layers),
+        "batch_size": BATCH_SIZE,
+        "checkpoint_steps": STEPS,
+        "strategy": "data_parallel",
+    }
     with ray_cluster():
         runs = RecoveryRuns(workers=2, schedule=schedule)
         found = runs.run_trainwright(own, spares=1, optimizer=stamping(own, fused=True), **fields)

@@ -59,6 +59,10 @@ def watch(
 
 def compare(
     names: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Names of the runs.")],
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="DOLLARS", help="Dollars an hour of one accelerator: adds the cost."),
+    ] = None,
     storage: Storage = "runs",
     html: Html = None,
     as_json: AsJson = False,
@@ -69,7 +73,7 @@ def compare(
     if len(set(names)) < 2:
         raise typer.BadParameter("give the names of two runs or more")
 
-    comparison = compare_runs(*names, storage=storage)
+    comparison = compare_runs(*names, storage=storage, price=price)
     if html is not None:
         write_file(html, comparison.page(), "--html")
     _show(comparison.view(), as_json)

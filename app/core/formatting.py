@@ -71,6 +71,11 @@ def worker_count(workers: int, servers: int = 0) -> str:
     )
 
 
+def dollars(amount: float) -> str:
+    """A price: `$2.41`, `$12,345`."""
+    return f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
+
+
 def throughput(samples_per_s: float) -> str:
     """Throughput: `8,412 samples/s`, `3.2 samples/s`."""
     if not math.isfinite(samples_per_s):

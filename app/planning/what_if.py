@@ -422,9 +422,7 @@ def _figures(answer: WhatIf, choice: ClusterChoice) -> tuple[str, ...]:
 
 
 def _dollars(choice: ClusterChoice) -> str:
-    if choice.dollars is None:
-        return "-"
-    return f"${choice.dollars:,.2f}" if choice.dollars < 1000 else f"${choice.dollars:,.0f}"
+    return "-" if choice.dollars is None else formatting.dollars(choice.dollars)
 
 
 def _efficiency(batch_size: int, critical_batch: float) -> str:

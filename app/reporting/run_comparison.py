@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
+from trainwright.core.errors import PlanError
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import RunView, run_details
@@ -31,10 +32,12 @@ class RunComparison:
     Attributes:
         details: of each run, as `trainwright show --json` prints them, by name.
         histories: steps and evaluations of each run, by name.
+        price: dollars an hour of one accelerator; None leaves the cost out.
     """
 
     details: Mapping[str, Mapping[str, Any]]
     histories: Mapping[str, RunHistory]
+    price: float | None = None
 
     @property
     def differences(self) -> dict[str, dict[str, str]]:
@@ -56,6 +59,8 @@ class RunComparison:
         """Return figures and differences for a terminal, and as data."""
         names = [*self.details]
         data = {"runs": [dict(each) for each in self.details.values()], "differences": self.differences}
+        if self.price is not None:
+            data["dollars"] = {name: self.price * _accelerator_hours(each) for name, each in self.details.items()}
         parts: list[RenderableType] = [_table(["", *names], self._figures(), right=True)]
         different = [[field, *(_short(values[name]) for name in names)] for field, values in self.differences.items()]
         if different:
@@ -96,7 +101,8 @@ class RunComparison:
             ],
             numbers=(),
             sentences=[
-                "Worker hours are the processes of the plan times the hours of the whole run, recoveries included."
+                "Accelerator hours are the accelerators of the plan's workers times the hours of the whole run. "
+                "Recoveries are counted, spares and parameter servers are not."
             ],
         )
 
@@ -111,13 +117,17 @@ class RunComparison:
             ("samples/s", lambda run: "-" if run["samples_per_s"] is None else f"{run['samples_per_s']:,.0f}"),
             ("MFU", lambda run: "-" if run["mfu"] is None else formatting.percent(run["mfu"])),
             ("time", lambda run: formatting.duration(run["seconds"]["wall"])),
-            ("worker hours", lambda run: f"{_workers(run) * run['seconds']['wall'] / 3600:.3g}"),
+            ("accelerator hours", lambda run: f"{_accelerator_hours(run):.3g}"),
+            ("cost", self._cost),
             ("goodput", lambda run: "-" if run["goodput"] is None else formatting.percent(run["goodput"])),
             ("failures", lambda run: str(len(run["failures"]))),
             ("steps lost", lambda run: str(run["steps_lost"])),
         ]
         found = [[name, *(cell(run) for run in self.details.values())] for name, cell in rows]
         return [row for row in found if {*row[1:]} != {"-"}]
+
+    def _cost(self, run: Mapping[str, Any]) -> str:
+        return "-" if self.price is None else formatting.dollars(self.price * _accelerator_hours(run))
 
     def _curves(self) -> Iterator[tuple[str, str, dict[str, list[tuple[float, float]]]]]:
         """Yield title, label of the x axis, and the points of each run."""
@@ -130,22 +140,27 @@ class RunComparison:
         return {name: points(history) for name, history in self.histories.items()}
 
 
-def compare(*runs: str | StoredRun, storage: str = "runs") -> RunComparison:
+def compare(*runs: str | StoredRun, storage: str = "runs", price: float | None = None) -> RunComparison:
     """Return runs side by side: their figures and curves, and how their jobs differ. Notebooks show it as a page.
 
     Args:
         runs: names, or handles such as `tw.fit` and `tw.open_run` return.
         storage: where runs are that are given by name: a folder or a URI.
+        price: dollars an hour of one accelerator (GPU, TPU or CPU slot), which adds the cost of each run.
 
     Raises:
+        PlanError: `price` is not a positive number.
         StorageError: there is no such run, or the store cannot be read.
     """
+    if price is not None and not 0 < price < math.inf:
+        remedy = "give the dollars an hour of one accelerator: 2.50"
+        raise PlanError(f"price={price:g} must be above 0 and finite", where="price", remedy=remedy)
     opened = [open_run(run, storage) if isinstance(run, str) else run for run in dict.fromkeys(runs)]
     times = Counter(run.name for run in opened)
     named = {run.name if times[run.name] == 1 else run.folder: run for run in opened}
     histories = {name: run.read() for name, run in named.items()}
     details = {name: run_details(named[name].store, named[name].name, history) for name, history in histories.items()}
-    return RunComparison(details=details, histories=histories)
+    return RunComparison(details=details, histories=histories, price=price)
 
 
 def _by_step(history: RunHistory) -> list[tuple[float, float]]:
@@ -167,9 +182,10 @@ def _evaluated(metric: str, history: RunHistory) -> list[tuple[float, float]]:
     return [(each.step, each.metrics[metric]) for each in history.evaluated if metric in each.metrics]
 
 
-def _workers(run: Mapping[str, Any]) -> int:
+def _accelerator_hours(run: Mapping[str, Any]) -> float:
     plan = plan_from(run["plan"])
-    return plan.processes if plan else 1
+    hours: float = run["seconds"]["wall"] / 3600
+    return hours * (plan.workers * plan.devices_per_worker if plan else 1)
 
 
 def _number(value: float | None) -> str:

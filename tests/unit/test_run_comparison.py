@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import trainwright as tw
 from tests.support.html_pages import Balance
 from tests.support.run_views import printed, record, storage
-from tests.support.sample_run import started, stepped, whole_run
+from tests.support.sample_run import PLAN, started, stepped, whole_run
 from trainwright.cli.main import app
 from trainwright.core import events
-from trainwright.core.errors import RunConflict, StorageError
+from trainwright.core.errors import PlanError, RunConflict, StorageError
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import stop_request_path
 
@@ -49,6 +49,19 @@ def test_figures_and_differences_stand_side_by_side(uri: str) -> None:
     assert "MFU" not in lines, "it is known of none"
 
 
+def test_a_price_of_an_accelerator_gives_the_cost_of_each_run(uri: str) -> None:
+    found = tw.compare("short", "long", storage=uri, price=1800.0).view()
+    assert isinstance(found.data, dict)
+    for run in found.data["runs"]:
+        accelerators_s = PLAN.workers * PLAN.devices_per_worker * run["seconds"]["wall"]
+        assert found.data["dollars"][run["name"]] == pytest.approx(accelerators_s / 2)
+    cost = next(line for line in printed(found).splitlines() if line.strip().startswith("cost")).split()[1:]
+    assert cost == [f"${value:,.2f}" for value in found.data["dollars"].values()]
+    for price in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(PlanError, match="must be above 0"):
+            tw.compare("short", "long", storage=uri, price=price)
+
+
 def test_equal_jobs_are_said_to_be_equal_and_a_run_is_shown_once(uri: str) -> None:
     record(uri, whole_run(), name="again", outcome="done")
     found = tw.compare("short", tw.open_run("again", uri), "short", storage=uri)
@@ -72,11 +85,12 @@ def test_the_command_writes_a_page_without_scripts_and_data_for_programs(tmp_pat
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert [run["name"] for run in data["runs"]] == ["short", "<b>"] and "batch_size" in data["differences"]
+    assert "dollars" not in data
     html, read = page.read_text(), Balance()
     read.feed(html)
     assert read.open == [] and "script" not in read.tags and "b" not in read.tags
     assert all(target.startswith("#") for target in read.fetched)
-    for told in ("Training loss by step", "Evaluation: accuracy by step", "512", "worker hours"):
+    for told in ("Training loss by step", "Evaluation: accuracy by step", "512", "accelerator hours"):
         assert told in html
     missing = CliRunner().invoke(app, ["compare", "short", "shrt", "--storage", str(tmp_path)])
     assert isinstance(missing.exception, StorageError) and "did you mean 'short'" in str(missing.exception)
