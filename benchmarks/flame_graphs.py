@@ -42,7 +42,18 @@ PARTS = (
 )  # fmt: skip
 START_S = 180.0
 WIDTH, ROW, LETTER, LEAST = 1200, 17, 6.1, 2.5  # of a graph, a row, a letter and the narrowest frame, in pixels
-COLORS = {r"\(torch/|\(torchgen/": "#f4a259", r"\(ray/": "#8cb3d9", r"\(trainwright/": "#8fc49a", "": "#d9d6cf"}
+ROWS = 26  # of a graph; deeper frames are left out
+LOOP = "Worker.run ("  # the outermost frame of a worker's loop
+PROCESSES = {  # of a start, by their commands
+    r"default_worker": "worker", r"raylet": "Ray: raylet", r"dashboard\.py": "Ray: dashboard",
+    r"agent": "Ray: agents of the node", r"monitor|log_monitor": "Ray: monitors", r"-m trainwright": "trainwright fit",
+}  # fmt: skip
+COLORS = {
+    r"\(torch/|\(torchgen/": "#f4a259",
+    r"\(ray/": "#8cb3d9",
+    r"\((app|strategies|datasets)/": "#8fc49a",
+    "": "#d9d6cf",
+}
 JOB = Path(__file__).resolve().parents[1] / "examples" / "fashion_mnist.py"
 
 # The first pattern that a stack has names what it does.
@@ -74,7 +85,7 @@ def main(folder: Path) -> None:
         config = worker_config_for(place, WARM_UP + STEPS, {"strategy": "data_parallel"})
         step_s = run_ranks(config, partial(_watched_loop, file=place / "step.txt"))[0]
         stacks = _read(place / "step.txt")
-        loop = {stack: count for stack, count in stacks.items() if "run (paired_loops" in stack}
+        loop = {stack: count for stack, count in stacks.items() if LOOP in stack}
         _draw(loop, folder / "flame-step.svg")
         print(f"A step of rank 0: {1e3 * step_s:.2f} ms")
         for name, share in _shares(loop, STEP):
@@ -161,6 +172,17 @@ def _shares(stacks: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[s
     return [(name, count / total) for name, count in found.most_common()]
 
 
+def _frames(stack: str) -> list[str]:
+    """Return the frames of a stack below the name of its process, without those of Python's imports."""
+    names = stack.split(";")
+    last = max((number for number, name in enumerate(names) if name.startswith("process ")), default=-1)
+    first = next((number for number, name in enumerate(names) if name.startswith(LOOP)), 0) if last < 0 else last + 1
+    kept = [name for name in names[first:] if "importlib" not in name]
+    if last < 0 or not kept:
+        return kept
+    return [next((role for pattern, role in PROCESSES.items() if re.search(pattern, names[last])), "other"), *kept]
+
+
 class _Frame(Counter[str]):
     """Samples of what a function called, by its name; `inner` has their own frames."""
 
@@ -171,13 +193,14 @@ class _Frame(Counter[str]):
 
 def _draw(stacks: Mapping[str, int], file: Path) -> None:
     """Draw stacks as an SVG: the outermost frame on top, the widest first, without those that are too narrow to see."""
-    root, scale = _Frame(), WIDTH / sum(stacks.values())
+    root = _Frame()
     for stack, count in stacks.items():
         frame = root
-        for name in stack.split(";"):
+        for name in _frames(stack)[:ROWS]:
             frame[name] += count
             frame = frame.inner.setdefault(name, _Frame())
     shapes: list[tuple[int, str]] = []
+    scale = WIDTH / root.total()
 
     def add(frame: _Frame, left: float, row: int) -> None:
         for name, count in frame.most_common():
