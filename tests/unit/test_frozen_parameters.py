@@ -14,7 +14,7 @@ from tests.support.planner_cases import decide
 from tests.support.torch_engines import Files, feed, one_device, saved, spec
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import CheckpointError, PlanError
-from trainwright.strategies.torch.checkpoint.initial_weights import from_safetensors
+from trainwright.strategies.torch.checkpoint.initial_weights import stream_safetensors
 from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 
 
@@ -53,7 +53,7 @@ LIGHT = spec(model=Adapted, save_frozen=False)
 
 
 def arrays(files: Files) -> dict[str, torch.Tensor]:
-    return from_safetensors(files.files["model.safetensors"])
+    return dict(stream_safetensors([memoryview(files.files["model.safetensors"])]))
 
 
 def test_a_checkpoint_holds_the_adapter_and_goes_on_bit_by_bit() -> None:

@@ -297,15 +297,6 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     return [len(text).to_bytes(8, "little") + text, *(_tensor_bytes(tensors[name]) for name in ordered)]
 
 
-def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is no such file.
-    """
-    return dict(stream_safetensors([memoryview(data)]))
-
-
 def stream_safetensors(
     portions: Iterable[memoryview], wanted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:

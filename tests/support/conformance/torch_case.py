@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.support.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, columns, schedule
 from trainwright.core.data import Batch, Columns, Terms
 from trainwright.core.engine import ModelSpec
-from trainwright.strategies.torch.checkpoint.initial_weights import from_safetensors
+from trainwright.strategies.torch.checkpoint.initial_weights import stream_safetensors
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks share the cores
@@ -119,7 +119,7 @@ def _joined(files: Mapping[str, bytes]) -> dict[str, dict[str, npt.NDArray[Any]]
         kind, _, part = file.removesuffix(".safetensors").partition(".")
         facts = json.loads(files[f"state.{part}.json" if part else "state.json"])["tensors"][kind]
         arrays = joined.setdefault(f"{kind}.safetensors", {})
-        for name, tensor in from_safetensors(files[file]).items():
+        for name, tensor in stream_safetensors([memoryview(files[file])]):
             value = tensor.numpy()
             whole = arrays.setdefault(name, np.zeros(facts[name]["shape"], value.dtype))
             there = filled.setdefault(f"{kind}/{name}", np.zeros(whole.shape, bool))
