@@ -317,3 +317,67 @@ def test_a_script_that_gets_into_the_page_does_not_run(browser: Browser, report:
         assert watched.page.evaluate("typeof hacked") == "undefined"
         assert any("policy: script-src" in error for error in watched.errors)
         assert watched.requests[1:] == [] or all("x" in url for url in watched.requests[1:])
+
+
+NOTEBOOK_RULES = """
+body { color: green; background: white; text-align: right; }
+.jp-RenderedHTMLCommon { line-height: 3; }
+.jp-RenderedHTMLCommon table { table-layout: fixed; margin: 0 auto 1em; border: none; width: 100%; }
+:not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon :is(td, th, tr) {
+  text-align: right; vertical-align: middle; padding: .5em; white-space: normal; max-width: 3em; background: pink;
+}
+.jp-RenderedHTMLCommon dl dt { float: left; clear: left; width: 20%; font-weight: bold; }
+.jp-RenderedHTMLCommon dl dd { margin-left: 20%; padding: 1em; }
+.jp-RenderedHTMLCommon :is(h3, h4) { color: green; }
+"""
+# What is wrong of tables, labels and colours that a user sees.
+NOTEBOOK_LOOK = """() => [...document.querySelectorAll('.tw-output')].flatMap((output) => {
+  const wrong = [], style = (of) => getComputedStyle(of);
+  const light = (color) => {
+    const [r, g, b] = color.match(/[\\d.]+/g).map((part) => (part / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const ratio = light(style(output).color) / light(style(output).backgroundColor);
+  if (Math.max(ratio, 1 / ratio) < 7) wrong.push(`contrast ${ratio}`);
+  if (style(output).textAlign !== 'left') wrong.push('not at the left');
+  if ((ratio > 1) !== (document.body.dataset.jpThemeLight === 'false')) wrong.push('the other theme');
+  for (const cell of output.querySelectorAll('th, td')) {
+    const wanted = cell.classList.contains('number') ? 'right' : 'left';
+    if (style(cell).textAlign !== wanted) wrong.push(`${cell.textContent}: ${style(cell).textAlign}`);
+    if (style(cell).backgroundColor !== 'rgba(0, 0, 0, 0)') wrong.push(`${cell.textContent}: filled`);
+    const next = cell.nextElementSibling;
+    if (next && cell.getBoundingClientRect().right > next.getBoundingClientRect().left + 1) wrong.push('cells overlap');
+  }
+  const labels = [...output.querySelectorAll('dt, dd')].map((one) => [one, one.getBoundingClientRect()]);
+  for (const [one, box] of labels) {
+    if (style(one).float !== 'none') wrong.push(`${one.textContent}: floats`);
+    for (const [other, at] of labels)
+      if (one !== other && box.left < at.right - 1 && at.left < box.right - 1 && box.top < at.bottom - 1
+          && at.top < box.bottom - 1) wrong.push(`${one.textContent} lies on ${other.textContent}`);
+  }
+  return wrong;
+})"""
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_outputs_of_a_notebook_look_right_under_its_own_styles(
+    browser: Browser, tmp_path: Path, theme: str, system: Any
+) -> None:
+    uri = storage()
+    for name in ("one", "two"):
+        record(uri, whole_run(), name=name, outcome="done")
+    answer = what_if(
+        DECISION.profile, Cluster.parse("2x4xA100-40GB"), SizingRequest(batch_size=64, precision="bf16", steps=1000)
+    )
+    shown = [tw.open_run("one", uri), tw.compare("one", "two", storage=uri, price=2.5), DECISION, answer]
+    cells = "".join(f'<div class="jp-RenderedHTMLCommon">{each._repr_html_()}</div>' for each in shown)
+    body = f'<body data-jp-theme-light="{str(theme == "light").lower()}">{cells}</body>'
+    page = tmp_path / "notebook.html"
+    page.write_text(f'<!doctype html><meta charset="utf-8"><style>{NOTEBOOK_RULES}</style>{body}', encoding="utf-8")
+    with opened(browser, page.as_uri(), color_scheme=system) as watched:
+        outputs = watched.page.locator(".tw-output")
+        assert outputs.count() == len(shown) and watched.page.locator(".tw-output :is(td, dt)").count() > 40
+        assert watched.page.evaluate(NOTEBOOK_LOOK) == []
+        watched.page.screenshot(path=tmp_path / "notebook.png", full_page=True)
+    assert watched.requests == [page.as_uri()] and watched.errors == []
