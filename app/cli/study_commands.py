@@ -12,9 +12,11 @@ from trainwright.cli.options import AsJson, Html, JobFile, Overrides, print_json
 from trainwright.core.errors import JobError, nearest
 
 if TYPE_CHECKING:
+    from trainwright.core.cluster import Cluster
     from trainwright.core.job import Job
+    from trainwright.studies.study_predictions import PredictedThroughput
     from trainwright.studies.study_report import StudyReport
-    from trainwright.studies.study_trials import StudyKind, StudyTrial
+    from trainwright.studies.study_trials import StudyTrial
 
 study = typer.Typer(
     name="study", help="Run a job many times: scaling, convergence, batch sizes.", no_args_is_help=True,
@@ -29,6 +31,9 @@ _Mode = Annotated[
 ]
 _Metric = Annotated[str | None, typer.Option(help="Compare this metric; by default the first beside the loss.")]
 _Fresh = Annotated[bool, typer.Option("--fresh", help="Run finished trials again.")]
+_Predict = Annotated[
+    str | None, typer.Option(metavar="CLUSTER", help="Also predict more workers on this cluster: 8x1xCPU@10Gb.")
+]
 
 
 @study.command()
@@ -38,28 +43,22 @@ def scaling(
     mode: _Mode = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 200,
     seeds: _Seeds = 3,
-    predict: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="Also predict more workers on this cluster: 8x1xCPU@10Gb.")
-    ] = None,
+    predict: _Predict = None,
     overrides: Overrides = None,
     fresh: _Fresh = False,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure throughput by the number of workers. The same command continues a stopped study."""
-    from trainwright.core.cluster import Cluster
-    from trainwright.studies.study_predictions import check_larger, predict_scaling
     from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import scaling_trials
 
     job = _job(file, overrides)
-    (counts, modes), larger = _compared(workers, mode), Cluster.parse(predict) if predict is not None else None
-    if larger is not None:
-        check_larger(larger, max(counts), job.batch_size)
+    counts, modes = _compared(workers, mode)
+    larger = _larger(predict, counts, job)
     trials = _run_all(scaling_trials(job, counts, modes, seeds, steps), fresh)
-    predictions = predict_scaling(trials, larger) if larger is not None else []
     report = StudyReport(
-        kind="scaling", name=job.name, metric="samples/s", trials=trials, predictions=predictions,
+        kind="scaling", name=job.name, metric="samples/s", trials=trials, predictions=_predictions(trials, larger),
         predicted_for=predict or "",
     )  # fmt: skip
     _show(report, html, as_json)
@@ -72,18 +71,30 @@ def convergence(
     mode: _Mode = None,
     metric: _Metric = None,
     seeds: _Seeds = 3,
+    predict: _Predict = None,
     overrides: Overrides = None,
     fresh: _Fresh = False,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a metric over time and samples by the number of workers. The same command continues a stopped study."""
+    """Measure a metric over time and samples by the number of workers. The same command continues a stopped study.
+
+    Predictions are of synchronous training alone.
+    """
+    from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import convergence_trials
 
     job = _job(file, overrides)
     _check_metric(job, metric)
-    done = _run_all(convergence_trials(job, *_compared(workers, mode), seeds), fresh)
-    _compare("convergence", job, done, metric, html, as_json)
+    counts, modes = _compared(workers, mode)
+    larger = _larger(predict, counts, job)
+    trials = _run_all(convergence_trials(job, counts, modes, seeds), fresh)
+    synchronous = [trial for trial in trials if trial.label == "synchronous"]
+    report = StudyReport(
+        kind="convergence", name=job.name, metric=_compared_metric(trials, metric), trials=trials,
+        predictions=_predictions(synchronous, larger), predicted_for=predict or "",
+    )  # fmt: skip
+    _show(report, html, as_json)
 
 
 @study.command()
@@ -101,30 +112,42 @@ def batch(
     as_json: AsJson = False,
 ) -> None:
     """Measure the final metric by batch size at equal epochs, with and without the linear rule for learning rates."""
+    from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import batch_trials
 
     job = _job(file, overrides)
     _check_metric(job, metric)
     done = _run_all(batch_trials(job, _numbers(sizes), seeds), fresh, concurrent)
-    _compare("batch", job, done, metric, html, as_json)
+    compared = _compared_metric(done, metric)
+    _show(StudyReport(kind="batch", name=job.name, metric=compared, trials=done), html, as_json)
 
 
-def _compare(
-    kind: StudyKind,
-    job: Job,
-    done: Sequence[StudyTrial],
-    metric: str | None,
-    html: str | None,
-    as_json: bool,
-) -> None:
-    """Show what the trials of a study of a metric found."""
-    from trainwright.studies.study_report import StudyReport, metric_of
+def _compared_metric(done: Sequence[StudyTrial], wanted: str | None) -> str:
+    """Return the metric that a study compares. Raises JobError where the wanted one was not evaluated."""
+    from trainwright.studies.study_report import metric_of
 
     try:
-        compared = metric_of(done, metric)
+        return metric_of(done, wanted)
     except KeyError as known:
-        raise JobError([f"--metric {metric} was not evaluated; known: {known.args[0]}"]) from None
-    _show(StudyReport(kind=kind, name=job.name, metric=compared, trials=done), html, as_json)
+        raise JobError([f"--metric {wanted} was not evaluated; known: {known.args[0]}"]) from None
+
+
+def _larger(predict: str | None, counts: Sequence[int], job: Job) -> Cluster | None:
+    """Return the cluster that more workers are predicted on. Raises PlanError where it has no room for them."""
+    from trainwright.core.cluster import Cluster
+    from trainwright.studies.study_predictions import check_larger
+
+    if predict is None:
+        return None
+    larger = Cluster.parse(predict)
+    check_larger(larger, max(counts), job.batch_size)
+    return larger
+
+
+def _predictions(trials: Sequence[StudyTrial], larger: Cluster | None) -> list[PredictedThroughput]:
+    from trainwright.studies.study_predictions import predict_scaling
+
+    return predict_scaling(trials, larger) if larger is not None and trials else []
 
 
 def _run_all(trials: Sequence[StudyTrial], fresh: bool, concurrent: int = 1) -> list[StudyTrial]:

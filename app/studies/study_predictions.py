@@ -35,7 +35,7 @@ class PredictedThroughput:
 
 
 def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[PredictedThroughput]:
-    """Predict the curves of a scaling study on a larger cluster, from twice the most measured workers on.
+    """Predict the throughput of curves by workers on a larger cluster, from twice the most measured workers on.
 
     Args:
         trials: with their histories; the model's efficiencies are fitted to their median steps, or, with parameter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean, stdev
@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
-from trainwright.core.events import Evaluated
 from trainwright.reporting.html.run_charts import Band, bands_chart
 from trainwright.reporting.html.templates import render_page, render_template
 from trainwright.reporting.run_history import RunHistory
@@ -23,6 +22,8 @@ from trainwright.reporting.run_views import RunView
 from trainwright.storage.run_summary import staleness_of
 from trainwright.studies.study_predictions import PredictedThroughput
 from trainwright.studies.study_trials import StudyKind, StudyTrial
+
+_Place = Callable[[RunHistory, float], float]  # of an evaluation after a step, on the x axis
 
 # 97.5% quantiles of Student's t distribution by degrees of freedom, 1 to 30; the last one is taken beyond.
 _T = (
@@ -62,7 +63,7 @@ class StudyReport:
         name: of the job.
         metric: the metric that is compared, or `samples/s`.
         trials: with their histories.
-        predictions: of a scaling study, beyond the measured numbers of workers.
+        predictions: of studies by workers, beyond the measured numbers.
         predicted_for: the cluster that they are for.
     """
 
@@ -95,9 +96,10 @@ class StudyReport:
             for (label, x), mean in self.means.items()
         ]  # fmt: skip
         predicted = [
-            {"curve": each.label, "x": each.x, "mean": each.mean, "low": each.low, "high": each.high}
+            {"curve": each.label, "x": each.x, "mean": each.mean, "low": each.low, "high": each.high,
+             "unit": "samples/s"}
             for each in self.predictions
-        ]
+        ]  # fmt: skip
         runs = [
             {"curve": trial.label, "x": trial.x, "seed": trial.seed, "run": trial.job.name} for trial in self.trials
         ]
@@ -152,23 +154,36 @@ class StudyReport:
                 times = mean.mean / first
                 row += [f"{times:.2f}", formatting.percent(times * fewest / x)]
             elif self.kind == "convergence":
-                row += [formatting.duration(fmean(_seconds(trial) for trial in self._trials(label, x)))]
+                spent = [_spent(_history(trial), math.inf) for trial in self._trials(label, x)]
+                row += [formatting.duration(fmean(spent))]
             rows.append(row)
         for each in self.predictions:
-            interval = f"{_figure(each.low)} to {_figure(each.high)}"
-            row = [f"{each.label}, predicted", f"{each.x:,}", _figure(each.mean), interval, "-"]
-            times = each.mean / first
-            rows.append([*row, f"{times:.2f}", formatting.percent(times * fewest / each.x)])
+            row = [f"{each.label}, predicted", f"{each.x:,}"]
+            if self.kind == "scaling":
+                times, interval = each.mean / first, f"{_figure(each.low)} to {_figure(each.high)}"
+                row += [_figure(each.mean), interval, "-", f"{times:.2f}", formatting.percent(times * fewest / each.x)]
+            else:
+                samples = fmean(_samples(_history(trial), math.inf) for trial in self._widest(each.label))
+                row += ["-", "-", "-", formatting.duration(samples / each.mean)]
+            rows.append(row)
         more = {"scaling": ["speed-up", "efficiency"], "convergence": ["time of steps"], "batch": []}
         return [*headings, *more[self.kind]], rows
 
     def _trials(self, label: str, x: int) -> list[StudyTrial]:
         return [trial for trial in self.trials if (trial.label, trial.x) == (label, x)]
 
+    def _widest(self, label: str) -> list[StudyTrial]:
+        """Return the trials of a curve with the most workers."""
+        return self._trials(label, max(x for name, x in self.means if name == label))
+
     def _charts(self) -> list[tuple[str, str]]:
         if self.kind == "convergence":
+            predicted = {
+                _curve_name(each.label, each.x): self._curve(self._widest(each.label), _at_rate(each.mean))
+                for each in self.predictions
+            }
             return [
-                (f"{self.metric} over time", self._curves("seconds of steps", _spent)),
+                (f"{self.metric} over time", self._curves("seconds of steps", _spent, predicted)),
                 (f"{self.metric} over samples", self._curves("samples", _samples)),
             ]
         bands: dict[str, list[Band]] = {}
@@ -188,20 +203,23 @@ class StudyReport:
             points.append(Band(x=each.x, mean=each.mean, low=each.low, high=each.high))
         return [(title, bands_chart(title, bands, self.x_name, ideal=ideal, beyond=beyond))]
 
-    def _curves(self, xlabel: str, place: Any) -> str:
-        """Draw the metric of each number of workers, the mean over seeds by evaluation."""
-        curves: dict[str, list[Band]] = {}
-        for label, x in self.means:
-            lines = [
-                [(place(_history(trial), each), each.metrics[self.metric]) for each in _history(trial).evaluated]
-                for trial in self._trials(label, x)
-            ]
-            name = f"{label}, {formatting.count(x, 'worker')}"
-            for points in zip(*lines, strict=False):
-                mean = Mean.of([value for _, value in points])
-                at = fmean(where for where, _ in points)
-                curves.setdefault(name, []).append(Band(x=at, mean=mean.mean, low=mean.low, high=mean.high))
-        return bands_chart(f"{self.metric} by {xlabel}", curves, xlabel)
+    def _curves(self, xlabel: str, place: _Place, beyond: Mapping[str, Sequence[Band]] | None = None) -> str:
+        """Draw the metric of each number of workers."""
+        curves = {_curve_name(label, x): self._curve(self._trials(label, x), place) for label, x in self.means}
+        return bands_chart(f"{self.metric} by {xlabel}", curves, xlabel, beyond=beyond)
+
+    def _curve(self, trials: Sequence[StudyTrial], place: _Place) -> list[Band]:
+        """Return the metric by evaluation, the mean over seeds."""
+        lines = [
+            [(place(_history(trial), each.step), each.metrics[self.metric]) for each in _history(trial).evaluated]
+            for trial in trials
+        ]
+        found = []
+        for points in zip(*lines, strict=False):
+            mean = Mean.of([value for _, value in points])
+            at = fmean(where for where, _ in points)
+            found.append(Band(x=at, mean=mean.mean, low=mean.low, high=mean.high))
+        return found
 
     def _noise_scale(self) -> float | None:
         """Return the mean of the runs' gradient noise scales, in samples; None where none was measured."""
@@ -217,10 +235,18 @@ class StudyReport:
         ]
         if self.kind == "scaling":
             found.append("The global batch is the same everywhere. Speed-up is over the fewest workers.")
-            if self.predictions:
+        if self.predictions:
+            found.append(
+                "Predicted rows were not run: their throughput is of the cost model, fitted to the measured steps, for "
+                f"{self.predicted_for}."
+            )
+            if self.kind == "scaling":
+                found.append("Nine of ten steps are expected in the interval.")
+            else:
                 found.append(
-                    "Predicted rows were not run: they are of the cost model, fitted to the measured steps, for "
-                    f"{self.predicted_for}. Nine of ten steps are expected in the interval."
+                    "Their curves are those of the most measured workers at that throughput: with the same global "
+                    "batch, synchronous steps compute the same on any number of workers, apart from rounding, random "
+                    "numbers, and batch norm over the rows of a worker."
                 )
         if self.kind == "convergence":
             found.append("Time counts steps alone, not the start, evaluations and checkpoints.")
@@ -254,16 +280,21 @@ def _history(trial: StudyTrial) -> RunHistory:
     return trial.history
 
 
-def _seconds(trial: StudyTrial) -> float:
-    return sum(record.step_s for record in _history(trial).records)
+def _curve_name(label: str, workers: int) -> str:
+    return f"{label}, {formatting.count(workers, 'worker')}"
 
 
-def _spent(history: RunHistory, evaluation: Evaluated) -> float:
-    return sum(record.step_s for record in history.records if record.step <= evaluation.step)
+def _spent(history: RunHistory, step: float) -> float:
+    return sum(record.step_s for record in history.records if record.step <= step)
 
 
-def _samples(history: RunHistory, evaluation: Evaluated) -> float:
-    return sum(record.samples for record in history.records if record.step <= evaluation.step)
+def _samples(history: RunHistory, step: float) -> float:
+    return sum(record.samples for record in history.records if record.step <= step)
+
+
+def _at_rate(samples_per_s: float) -> _Place:
+    """Return the seconds that steps take at a throughput."""
+    return lambda history, step: _samples(history, step) / samples_per_s
 
 
 def _figure(value: float) -> str:

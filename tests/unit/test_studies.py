@@ -23,8 +23,9 @@ from trainwright.cli.main import app
 from trainwright.core import events
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, NonFiniteLoss, PlanError, RunFinished, Stopped
+from trainwright.core.formatting import duration
 from trainwright.reporting.stored_run import open_run
-from trainwright.studies import study_predictions, study_trials
+from trainwright.studies import study_predictions, study_report, study_trials
 from trainwright.studies.study_predictions import check_larger, predict_scaling
 from trainwright.studies.study_report import Mean, StudyReport, metric_of
 from trainwright.studies.study_trials import StudyTrial, batch_trials, convergence_trials, run_trials, scaling_trials
@@ -186,13 +187,17 @@ def test_a_scaling_study_shows_speed_up_and_efficiency(ran: list[str]) -> None:
     assert ">ideal<" in found.page()
 
 
-def test_more_workers_than_were_measured_are_predicted_on_another_cluster(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster and the model that predictions start from."""
     monkeypatch.setattr(study_predictions, "discover", lambda: Cluster.parse("2xCPU"))
     monkeypatch.setattr(study_predictions, "connect", lambda: True)
     model = tw.transformer_profile(hidden=64, layers=2, heads=2, sequence=16, vocabulary=100)
     monkeypatch.setattr(study_predictions, "profile_of", lambda prepared: model)
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_more_workers_than_were_measured_are_predicted_on_another_cluster(ran: list[str]) -> None:
     trials = scaling_trials(job(storage=storage()), [1, 2], ["synchronous"], 1, 20)
     done(trials, lambda trial: (0.9, 0.2 / trial.x))
     measured = report("scaling", trials)
@@ -240,6 +245,30 @@ def test_a_convergence_study_has_curves_over_time_and_samples_on_a_page_without_
     assert page.open == [] and "script" not in page.tags and all(target.startswith("#") for target in page.fetched)
     for told in ("accuracy over time", "accuracy over samples", "asynchronous, 2 workers", "1 node, 2 CPUs"):
         assert told in html
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_more_synchronous_workers_converge_as_the_measured_ones_at_a_predicted_throughput(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = convergence_trials(job(storage=storage()), [1, 2], ["synchronous"], 2)
+    done(trials, lambda trial: (0.9, 0.2 / trial.x))
+    measured = report("convergence", trials)
+    predictions = predict_scaling(measured.trials, Cluster.parse("4x1xCPU@10Gb"))
+    found = replace(measured, predictions=predictions, predicted_for="4x1xCPU@10Gb")
+    assert "synchronous, 4 workers, predicted" in found.page()
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(study_report, "bands_chart", lambda name, *_, beyond=None: str(drawn.update({name: beyond})))
+    found.page()
+    assert drawn["accuracy by samples"] is None
+    ((name, curve),) = drawn["accuracy by seconds of steps"].items()
+    history = measured.trials[-1].history
+    assert history is not None and name == "synchronous, 4 workers"
+    samples = [sum(record.samples for record in history.records if record.step <= at.step) for at in history.evaluated]
+    assert [band.x for band in curve] == pytest.approx([count / predictions[0].mean for count in samples])
+    assert [band.mean for band in curve] == pytest.approx([at.metrics["accuracy"] for at in history.evaluated])
+    (row,) = [line.split() for line in printed(found.view()).splitlines() if line.split()[1:2] == ["predicted"]]
+    assert row == ["synchronous,", "predicted", "4", "-", "-", "-", *duration(curve[-1].x).split()]
 
 
 def test_runs_that_were_evaluated_once_have_points_with_intervals_and_no_curves(ran: list[str]) -> None:

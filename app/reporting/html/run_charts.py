@@ -357,17 +357,21 @@ def bands_chart(
         log: the x axis is logarithmic, to base 2.
         ideal: points of a dashed line.
         mark: name and place of a vertical line.
-        beyond: predicted continuations of curves, from their last measured point on; drawn with dots.
+        beyond: predicted curves, drawn with dots; one with the name of a curve continues it from its last point on.
     """
+    names = dict.fromkeys([*curves, *(beyond or {})])
+    styles = {
+        label: {"color": _SERIES[number % len(_SERIES)], "marker": "o", "markersize": 4}
+        for number, label in enumerate(names)
+    }
 
     def draw(axes: Axes) -> None:
         if log:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         for number, (label, bands) in enumerate(curves.items()):
-            colour, x = _SERIES[number % len(_SERIES)], [band.x for band in bands]
-            dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
-            style: dict[str, Any] = {"color": colour, "linestyle": dashed, "marker": "o", "markersize": 4}
+            style: dict[str, Any] = {**styles[label], "linestyle": (0, (4, 2)) if number >= len(_SERIES) else "-"}
+            colour, x = style["color"], [band.x for band in bands]
             axes.plot(x, [band.mean for band in bands], label=_no_math(label), **style)
             known = [band for band in bands if math.isfinite(band.low)]
             at, lows, highs = ([getattr(band, name) for band in known] for name in ("x", "low", "high"))
@@ -375,12 +379,12 @@ def bands_chart(
                 axes.vlines(at, lows, highs, color=colour, linewidth=1.5, alpha=0.5)
             elif known:
                 axes.fill_between(at, lows, highs, color=colour, alpha=0.18, linewidth=0)
-            if beyond and label in beyond:
-                more = beyond[label]
-                x, means = [band.x for band in more], [band.mean for band in more]
-                dotted = {**style, "linestyle": (0, (1, 2)), "markerfacecolor": "none"}
-                axes.plot(x, means, label=_no_math(f"{label}, predicted"), **dotted)
-                axes.fill_between(x, [band.low for band in more], [band.high for band in more], color=colour, alpha=0.1)
+        for label, more in (beyond or {}).items():
+            style = {**styles[label], "linestyle": (0, (1, 2)), "markerfacecolor": "none"}
+            x, means = [band.x for band in more], [band.mean for band in more]
+            axes.plot(x, means, label=_no_math(f"{label}, predicted"), **style)
+            lows, highs = [band.low for band in more], [band.high for band in more]
+            axes.fill_between(x, lows, highs, color=style["color"], alpha=0.1)
         if ideal:
             dashed = (0, (4, 2))
             axes.plot(*zip(*ideal, strict=True), color=_COLOURS["soft"], linestyle=dashed, linewidth=1.2, label="ideal")
