@@ -52,7 +52,11 @@ PEER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("output_dir", "default_root_dir", "save_dir", "log_dir", "storage_path"), _STORAGE),
     **dict.fromkeys(("save_steps", "save_every", "every_n_train_steps", "checkpoint_interval"), "checkpoint_steps="),
     **dict.fromkeys(("save_total_limit", "save_top_k", "num_to_keep"), "keep="),
-    **dict.fromkeys(("eval_steps", "eval_interval", "check_val_every_n_epoch"), "evaluate_epochs="),
+    **dict.fromkeys(
+        ("eval_steps", "eval_interval"),
+        "epoch_samples= (steps between evaluations times batch_size): the run evaluates after each such epoch",
+    ),
+    "check_val_every_n_epoch": "evaluate_epochs=",
     **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "auto_resume"), _RESUME),
     **dict.fromkeys(("max_restarts", "max_failures"), "failures="),
     **dict.fromkeys(("logger", "report_to", "log_with"), "trackers="),
