@@ -359,8 +359,7 @@ NOTEBOOK_LOOK = """() => [...document.querySelectorAll('.tw-output')].flatMap((o
 })"""
 
 
-@pytest.mark.parametrize("system", ["light", "dark"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("theme", "system"), [("light", "dark"), ("dark", "light")])
 def test_outputs_of_a_notebook_look_right_under_its_own_styles(
     browser: Browser, tmp_path: Path, theme: str, system: Any
 ) -> None:
