@@ -25,8 +25,11 @@ FOLDER = ROOT / ".matrix"
 PYTHONS = {"lowest": "python3.11", "highest": "python3.13"}
 SET_UP_LIMIT_S = 3600
 SUITES = {  # arguments of pytest, and the limit in seconds
-    # Without the tests of packaging and set-up, which compare the installed versions with constraints.txt.
-    "unit": (["tests/unit", "--ignore=tests/unit/test_packaging.py", "--ignore=tests/unit/test_make.py"], 3600),
+    # Without the tests of packaging, set-up and cluster files, which have the versions of constraints.txt.
+    "unit": (
+        ["tests/unit", *(f"--ignore=tests/unit/test_{name}.py" for name in ("packaging", "make", "clusterfiles"))],
+        3600,
+    ),
     "conformance": (["tests/conformance"], 3600),
     "faults": (["tests/faults/test_worker_kills.py"], 1200),
     "ray": (["tests/ray/test_ray_actors.py"], 1200),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,7 @@ _NEXT = {
     "kuberay-job": ("trainwright doctor {file}", _TOKEN, *_SECRETS, "kubectl get rayjobs --watch"),
 }
 
+_RAY_VERSION = r'(rayproject/ray:|/trainwright:|rayVersion: ")\d+\.\d+\.\d+'  # in images, and for KubeRay
 _Kind = Annotated[str, typer.Option("--cluster", metavar="KIND", help=f"Kind of cluster: {', '.join(TEMPLATES)}.")]
 _Out = Annotated[
     str | None, typer.Option(metavar="PATH", help="File to write; by default its name depends on the kind.")
@@ -66,12 +68,13 @@ def init(cluster: _Kind, out: _Out = None, values: _Values = None, yes: _Yes = F
 
 
 def read_template(cluster: str) -> str:
-    """Return the template of a kind of cluster. Raises ClusterFileError."""
+    """Return the template of a kind of cluster, with the version of Ray that is installed. Raises ClusterFileError."""
     if cluster not in TEMPLATES:
         raise ClusterFileError(
             f"unknown kind of cluster {cluster!r}", where="--cluster", remedy=nearest(cluster, TEMPLATES)
         )
-    return (resources.files("trainwright.clusters") / TEMPLATES[cluster]).read_text(encoding="utf-8")
+    text = (resources.files("trainwright.clusters") / TEMPLATES[cluster]).read_text(encoding="utf-8")
+    return re.sub(_RAY_VERSION, rf"\g<1>{metadata.version('ray')}", text)
 
 
 def parse_values(given: list[str]) -> dict[str, str]:

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 ANSWER_S = 25.0  # for a server to fork, on a busy machine; Ray waits a minute for a worker
 _LISTEN_S = 20.0  # for a new server to listen
+_REQUEST_S = 5.0  # between two parts of a request; other clients wait meanwhile
 IDLE_S = 600.0
 _LOOK_S = 1.0  # between two looks whether the process with which a server ends is there
 _LENGTH = struct.Struct("Q")
@@ -122,8 +123,10 @@ def await_ready(connection: socket.socket, timeout_s: float) -> None:
     """
     connection.settimeout(timeout_s)
     answer = connection.recv(_ANSWER_BYTES)
+    if not answer:
+        raise ConnectionResetError("the fork server ended")
     if answer != _READY:
-        raise OSError(f"the fork server ended: {answer.decode(errors='replace') or 'no message'}")
+        raise OSError(f"the fork server ended: {answer.decode(errors='replace')}")
 
 
 # --- Clients ----------------------------------------------------------------------------------------------------------
@@ -157,8 +160,8 @@ def request_fork(
     connection = _send_request(name, request, streams)
     try:
         answer = connection.recv(_ANSWER_BYTES)
-        if not answer:
-            raise ConnectionError(f"fork server {name} ended before it forked")
+        if not answer.isdigit():
+            raise ConnectionError(f"fork server {name} ended before it forked: {answer.decode(errors='replace')}")
         connection.sendall(_GO)
         connection.settimeout(None)
         return int(answer), connection
@@ -319,7 +322,7 @@ def _receive_request(connection: socket.socket, streams: list[int]) -> dict[str,
     """Return a request and add its standard streams. Raises OSError or ValueError if invalid or another user's."""
     if _user_of(connection) != os.getuid():
         raise PermissionError
-    connection.settimeout(ANSWER_S)
+    connection.settimeout(_REQUEST_S)
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, len(_STANDARD))
     streams += descriptors
     if len(head) != _LENGTH.size:

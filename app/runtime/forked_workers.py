@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -179,14 +179,22 @@ def start_fork_server(module: str, threads: int) -> str:
         return ""
     name = fork_server.socket_name(context.get_node_id(), kind, environment)
     own = {"KERAS_BACKEND": "tensorflow"} if module.startswith(f"{_ENGINES}tensorflow.") else {}
-    connection = fork_server.start(
-        name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAY_MODULES],
+    start = partial(
+        fork_server.start, name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAY_MODULES],
         {"OMP_NUM_THREADS": str(threads), **environment, **own}, until=int(environment["RAY_RAYLET_PID"]),
         idle_s=_JOBS_IDLE_S if context.runtime_env.keys() & _UNPACKED else fork_server.IDLE_S,
     )  # fmt: skip
-    _held[name], command = connection, fork_server.worker_command(kind)
-    ray_compat.publish(command, context.get_node_id())  # before it is ready: requests wait, and this process may end
-    fork_server.await_ready(connection, _READY_S)
+    command = fork_server.worker_command(kind)
+
+    def held() -> None:
+        _held[name] = start()
+        ray_compat.publish(command, context.get_node_id())  # before it is ready: requests wait, this process may end
+        fork_server.await_ready(_held[name], _READY_S)
+
+    try:
+        held()
+    except ConnectionError:  # there was one that has noticed only now that a file was changed, and serves no more
+        held()
     return command
 
 

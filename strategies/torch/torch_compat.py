@@ -230,7 +230,10 @@ def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], paramet
     consumers = construct_reverse_graph(ends)
     if any(node.name() == _COMPILED for node in consumers):
         return False  # one node gives the gradients of inputs and of parameters
-    on_the_way, _ = reverse_closure([node for each in given if (node := node_of(each))], set(), consumers)
+    starts = [node_of(each) for each in given]
+    if any(node not in consumers for node in starts):
+        return False  # torch 2.9 has no gradient then of an input that is not used
+    on_the_way, _ = reverse_closure([node for node in starts if node], set(), consumers)
     for parameter in parameters:
         node = node_of(parameter)
         if node is None or node not in consumers:

@@ -204,6 +204,23 @@ def test_an_abort_frees_whoever_waits_where_collectives_raise_nothing(pool: Pool
         world.close(failed=True)
 
 
+@pytest.mark.parametrize(("case", "workers"), ABORTED, ids=label)
+def test_a_build_that_was_interrupted_is_done_again_with_those_that_had_not_begun(
+    pool: Pool, case: Case, workers: int
+) -> None:
+    whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
+    with case.world(pool, PROBLEM, workers) as world:
+        groups = world.reserve()
+        world.every("form", lambda number: (groups[number],))
+        world.ranks[0].send("interrupted", 0.3, "build", world.spec, world.plan)
+        outcome = world.ranks[0].outcome(SOON_S)
+        assert outcome.value is None or isinstance(outcome.value, PeerLost), outcome
+        world.leave()
+        world.start(feeds[0])
+        world.train(feeds)
+        assert_same(whole.end, state_of(case, world))
+
+
 @pytest.mark.parametrize(("case", "workers"), several(2, in_place=True), ids=label)
 def test_ranks_that_leave_free_the_others(pool: Pool, case: Case, workers: int) -> None:
     problem = replace(PROBLEMS["dividing"], accumulation=2)

@@ -202,6 +202,23 @@ def test_the_stage_that_failed_has_the_users_traceback(pool: Pool, name: str) ->
         assert_same(before, torch_case.state(world.files()))
 
 
+def test_another_shape_is_named_in_an_evaluation_too(pool: Pool) -> None:
+    schedule, chunks, faults, victim = FAULTS["another shape"]
+    layout = plan(3, schedule=schedule, chunks=chunks, cuts=("1", "2"))
+    model = functools.partial(faulty, faults, 10)
+    with World(pool, "torch", layout, spec(model, loss=torch_case.cross_entropy)) as world:
+        world.start(_feeds(layout))
+        world.train([_feeds(layout)])
+        for number, rank in enumerate(world.ranks):
+            rank.send("evaluate", [_feeds(layout, 1)[number]])
+        failed = world.ranks[victim].outcome().error
+        assert isinstance(failed, JobError)
+        assert re.search(r"gives \(\d+, 5\) .* where it gave \(\d+, 6\)", str(failed))
+        world.ranks[victim].call("leave")
+        others = [rank.outcome().error for number, rank in enumerate(world.ranks) if number != victim]
+        assert all(isinstance(error, PeerLost) for error in others), others
+
+
 class Wide(nn.Module):
     """Gives on more than sockets hold, and stops its process in the third backward: the first that is no rehearsal."""
 

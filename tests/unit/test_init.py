@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from trainwright.cli import cluster_commands
 from trainwright.cli.cluster_commands import TEMPLATES, ask_values, parse_values, read_template
 from trainwright.cli.main import app
 from trainwright.cluster_files.placeholders import ClusterFileError, fill_placeholders, find_placeholders
@@ -40,6 +42,14 @@ def test_every_kind_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8") == read_template(kind)
     assert 3 <= len(said.splitlines()) <= 6 and str(out) in said
     assert not [one for one in check(out) if one.verdict == "bad"]
+
+
+@pytest.mark.parametrize("kind", ["aws", "kuberay"])
+def test_images_have_the_version_of_ray_that_is_installed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = metadata.version("ray")
+    monkeypatch.setattr(cluster_commands.metadata, "version", lambda package: "2.55.7")
+    text = read_template(kind)
+    assert here not in text and text.count("2.55.7") >= 2
 
 
 @pytest.mark.parametrize("kind", PRESENT)

@@ -84,6 +84,43 @@ def test_two_that_send_before_they_receive_do_not_wait_for_each_other(listener: 
         each.close()
 
 
+@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
+def test_more_answers_than_the_system_keeps_hold_nobody_up(unix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many micro-batches: both stages send all, receive all, and end the step as `StageLinks.settle` does."""
+    monkeypatch.setattr(stage_channels, "_BUFFER_BYTES", 4096)
+    count, listener = 3000, SocketListener("127.0.0.1", unix=unix)
+    there, back = (
+        [SocketChannel(end, "the other", SOON_S) for end in connected(listener, number)] for number in range(2)
+    )
+    values = [torch.tensor([float(number)]) for number in range(count)]
+
+    def step(out: SocketChannel, into: SocketChannel, *, first: bool) -> list[torch.Tensor]:
+        received = [torch.empty(1) for _ in range(count)]
+        waits = [wait for each in received for wait in into.receive([each])]
+        sent = [wait for each in values for wait in out.send([each])] if first else []
+        for wait in waits:
+            wait()
+        sent += [] if first else [wait for each in values for wait in out.send([each])]
+        for channel in (out, into):
+            channel.read_answers()
+        for channel in (out, into):
+            channel.send_answers()
+        for wait in sent:
+            wait()
+        return received
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            halves = [
+                pool.submit(step, there[0], back[1], first=True), pool.submit(step, back[0], there[1], first=False)
+            ]  # fmt: skip
+            for half in halves:
+                assert torch.equal(torch.cat(half.result(3 * SOON_S)), torch.cat(values))
+    for each in (*there, *back):
+        each.close()
+    listener.close()
+
+
 def test_the_end_of_the_sender_within_a_message_is_noticed(ends: tuple[SocketChannel, SocketChannel]) -> None:
     source, target = ends
     sent, _ = source.send([torch.ones(LARGE)])

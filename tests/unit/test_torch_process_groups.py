@@ -97,13 +97,13 @@ def _reduced_per_step(rank: int, world: int, exchange: Exchange) -> Any:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         report = engine.train_step(dataclasses.replace(share(2, rank, world, np.float64), wish=rank == 1))
     engine.leave()
-    names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
+    names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
     return names, report.wish
 
 
 def test_weights_losses_and_wish_need_no_collective_of_their_own() -> None:
     for names, wish in run_ranks(_reduced_per_step, 2):
-        assert names == ["gloo:all_reduce"]
+        assert names == ["c10d::allreduce_"]
         assert wish
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.conformance.rank import Files
 from tests.support.torch_engines import plan, spec
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.errors import CheckpointError, JobError, PeerLost
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.checkpoint import safetensors_files
 from trainwright.strategies.torch.checkpoint.host_state import HostState
@@ -281,6 +281,31 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     finally:
         gc.unfreeze()
     assert [each() is None for each in held] == [True, False]
+
+
+def test_a_part_that_was_given_and_not_built_is_not_taken_for_the_one_that_is_held() -> None:
+    first, second = ModelPart(stage=0, stages=2), ModelPart(stage=1, stages=2)
+
+    class Moved(ShardedModelEngine):
+        """Its group fails once, after it has told this rank its part."""
+
+        fails = True
+
+        def _join_mesh(self, plan: Plan) -> None:
+            self._part, fails = second, self.fails
+            self.fails = False
+            if fails:
+                raise PeerLost("gone")
+
+        def _build_replica(self, spec: ModelSpec, plan: Plan) -> Any:
+            return SimpleNamespace(part=self._part)
+
+    moved: Any = Moved()
+    moved._part, moved._replica = first, SimpleNamespace(part=first)
+    with pytest.raises(PeerLost):
+        moved._rejoin(spec(), plan())
+    moved._rejoin(spec(), plan())
+    assert moved._replica.part == second
 
 
 def test_integers_that_an_older_torch_does_not_divide_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

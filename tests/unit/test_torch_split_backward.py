@@ -20,11 +20,14 @@ TWICE: Stage = lambda layers, given: [layers[0](torch.relu(layers[0](given[0])))
 LEAVING: Stage = lambda layers, given: [inner := layers[0](given[0]), layers[1](inner)]  # noqa: E731
 
 
+UNUSED: Stage = lambda layers, given: [layers[0](given[1])]  # noqa: E731
+
+
 def graph(stage: Stage) -> tuple[nn.ModuleList, list[Tensor], list[Tensor], list[Tensor]]:
     """Layers, what they are given, what they make, and its gradients."""
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3)])
-    given = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    given = [torch.randn(2, 3, requires_grad=True) for _ in range(1 + (stage in (NORMED, UNUSED)))]
     roots = stage(layers, given)
     return layers, given, roots, [torch.randn_like(root) for root in roots]
 
@@ -37,9 +40,9 @@ def slopes_of(layers: nn.ModuleList, given: list[Tensor]) -> list[Tensor | None]
     ("stage", "halved"),
     [
         (ROW, True), (RESIDUAL, True), (NORMED, True), (LEAVING, True), (BESIDE, False), (PASSED_ON, False),
-        (TWICE, False),
+        (TWICE, False), (UNUSED, False),
     ],
-    ids=["row", "residual", "normed", "leaving", "beside", "passed on", "twice"],
+    ids=["row", "residual", "normed", "leaving", "beside", "passed on", "twice", "unused"],
 )  # fmt: skip
 def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
     layers, given, roots, slopes = graph(stage)

@@ -334,7 +334,8 @@ def test_the_error_of_a_row_has_its_traceback(data: Any, where: str) -> None:
     with pytest.raises(UserCodeError, match="ValueError: no row 90") as raised:
         seen(stream(from_torch(data)))
     assert raised.value.where.endswith(where)
-    assert 'raise ValueError(f"no row {number}")' in raised.value.detail
+    told = ('raise ValueError(f"no row {number}")', 'File "<dynamic-code>", line')  # the latter as Ray 2.52 pickles
+    assert any(each in raised.value.detail for each in told)
 
 
 def test_a_function_that_raises_is_named() -> None:

@@ -108,6 +108,8 @@ class Pipeline(ShardedModelEngine):
     def _join_mesh(self, plan: Plan) -> None:
         super()._join_mesh(plan)
         assert self._group is not None, "form() comes first"
+        if self._links is not None:  # of a build that was interrupted
+            self._links.close()
         if self._part != WHOLE_MODEL:
             meant = replace(plan, mesh=self._placed.mesh)
             self._links = StageLinks(meant, self._group, self._device)

@@ -86,8 +86,10 @@ class ShardedModelEngine(ProcessGroupEngine):
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
         """Build the model and keep this rank's part of it."""
-        self._job, self._place = (spec, plan), None
-        return super().build(spec, plan)
+        self._place = None
+        tag = super().build(spec, plan)
+        self._job = spec, plan  # not before: an interrupted build is done again, after a group was formed without it
+        return tag
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Make this rank equal to the one that its part comes from, bit by bit."""
@@ -195,9 +197,8 @@ class ShardedModelEngine(ProcessGroupEngine):
 
     def _rejoin(self, spec: ModelSpec, plan: Plan) -> None:
         """Keep the replica where it is still this rank's part; otherwise build it, and restore the kept state."""
-        before = self._part
         self._join_mesh(plan)
-        if self._replica is not None and self._part == before:
+        if self._replica is not None and self._replica.part == self._part:
             self._tensor_group.process_group = self._placed.tensors
             return
         held, self._kept_state = self._kept_state, None

@@ -127,8 +127,7 @@ class StageLinks:
 
     def _open_sockets(self, addresses: Sequence[Address], listener: SocketListener) -> None:
         """Open the channels in one order on all ranks, so that no two wait for each other."""
-        key, deadline_s = self._group.key, self._group.deadline_s
-        until, accepted = time.monotonic() + deadline_s, dict[int, socket]()
+        key, until, accepted = self._group.key, time.monotonic() + self._group.deadline_s, dict[int, socket]()
         for number, (way, source, target) in enumerate(self._keys):
             if self.stage == source:
                 there = self.column[target]
@@ -140,7 +139,7 @@ class StageLinks:
                 connection = accepted.pop(number)
             else:
                 continue
-            self._channels[way, source, target] = SocketChannel(connection, f"rank {there}", deadline_s)
+            self._channels[way, source, target] = SocketChannel(connection, f"rank {there}", self._group.deadline_s)
             if self._canceller.off:  # read last, as `cut` sets it first
                 raise ConnectionAbortedError("cut")
 
@@ -173,6 +172,10 @@ class StageLinks:
 
     def settle(self) -> None:
         """End a step: wait until all that was sent for it has been taken."""
+        for channel in self._channels.values():
+            channel.read_answers()  # first on all: a neighbour may wait for the room
+        for channel in self._channels.values():
+            channel.send_answers()
         for message in self.sent:
             message.wait()
         self.sent[:] = self.early_sends

@@ -4,7 +4,8 @@ A channel goes one way, and gives messages in the order in which they were sent.
 ends, it reports that only to messages that have not started (gloo/transport/tcp/pair.cc, `signalException`), and a
 receive that is half done would wait until the group's deadline. A socket reports it to all, and needs no other thread
 to read. The receiver answers each message with a byte: a stage does not end its step before its neighbours have taken
-all that it sent.
+all that it sent. Senders read these answers at the end of a step, so that the system may have no room for all of them
+before: an answer waits, and the receiver does not.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class Channel(Protocol):
     def receive(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to receive into contiguous tensors."""
 
+    def read_answers(self) -> None:
+        """Read the answers that are there, which makes room for further ones."""
+
+    def send_answers(self) -> None:
+        """Send the answers that have waited for room."""
+
     def cut(self) -> None:
         """End the channel: whoever waits at either end raises."""
 
@@ -84,6 +91,12 @@ class GroupChannel:
     def receive(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to receive into tensors."""
         return [_wait_of(distributed.irecv(each, self._peer, group=self._group)) for each in tensors]
+
+    def read_answers(self) -> None:
+        """Do nothing: NCCL knows what was taken."""
+
+    def send_answers(self) -> None:
+        """Do nothing."""
 
     def cut(self) -> None:
         """Do nothing: an abort of the communicators ends it."""
@@ -116,6 +129,7 @@ class SocketChannel:
         self._expected: deque[Sequence[Tensor]] = deque()
         self._sent = self._taken = 0  # messages sent, and those that were answered
         self._begun = self._ended = 0  # messages to receive, and those received
+        self._owed = 0  # of these, those that are not answered yet
 
     def send(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to send tensors, to wait until the other end has taken them. Raises PeerLost if it is gone."""
@@ -139,6 +153,28 @@ class SocketChannel:
         self._expected.append(tensors)
         self._begun += 1
         return [partial(self._receive_until, self._begun)]
+
+    def read_answers(self) -> None:
+        """Read the answers that are there. Raises PeerLost if the other end is gone."""
+        answers = bytearray(_MAX_TAKEN)
+        try:
+            while self._taken < self._sent:
+                count = self._socket.recv_into(answers, min(self._sent - self._taken, _MAX_TAKEN), socket.MSG_DONTWAIT)
+                if not count:
+                    raise ConnectionResetError("closed")
+                self._taken += count
+        except BlockingIOError:
+            pass  # that was all
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def send_answers(self) -> None:
+        """Send the answers that have waited. Raises PeerLost if the other end is gone, or reads none."""
+        try:
+            while not self._answer():
+                wait_for(select.POLLOUT, time.monotonic() + self._deadline_s, self._socket)
+        except OSError as error:
+            raise self._lost(error) from error
 
     def cut(self) -> None:
         """End the connection."""
@@ -185,11 +221,19 @@ class SocketChannel:
                     raise RuntimeError(f"{self._peer} sent {size} bytes where {wanted} were expected")
                 for each in tensors:
                     self._fill(_bytes_of(each))
-                self._socket.sendall(_TAKEN)
                 self._expected.popleft()
                 self._ended += 1
+                self._owed += 1
+                self._answer()
         except OSError as error:
             raise self._lost(error) from error
+
+    def _answer(self) -> bool:
+        """Send as many answers as there is room for; return whether none is left. Raises OSError."""
+        with suppress(BlockingIOError):
+            while self._owed:
+                self._owed -= self._socket.send(_TAKEN * self._owed, socket.MSG_DONTWAIT)
+        return not self._owed
 
     def _fill(self, view: memoryview) -> None:
         while len(view):

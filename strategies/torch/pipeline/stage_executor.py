@@ -156,6 +156,7 @@ class StageExecutor:
             if not self._ends_model(operation):
                 if self.objective.caller.autocast:
                     self.messages.send_dtypes(operation, outputs)
+                self._check_forms(operation, share, outputs)
                 self.messages.send(outputs, operation)
         self.messages.settle()
         return outputs
@@ -254,6 +255,15 @@ class StageExecutor:
 
     def _check(self, operation: Operation, share: MicroBatchShare, made: Sequence[Tensor]) -> None:
         """Raise JobError where a section's outputs differ in shape, type or gradient from those of the trace."""
+        metas = self._check_forms(operation, share, made)
+        if [each.requires_grad for each in made] != [meta.requires_grad for meta in metas]:
+            raise self._changed(
+                "gives gradients to other values than when it was cut: use torch.no_grad() and detach() alike for "
+                "every batch"
+            )
+
+    def _check_forms(self, operation: Operation, share: MicroBatchShare, made: Sequence[Tensor]) -> list[Tensor]:
+        """Return the section's outputs in the trace. Raises JobError where shapes or types are others."""
         metas = self.messages.output_metas(operation, share.batch.rows)
         for each, meta in zip(made, metas, strict=True):
             if (each.shape, each.dtype, each.layout) != (meta.shape, meta.dtype, meta.layout):
@@ -261,11 +271,7 @@ class StageExecutor:
                     f"gives {tuple(each.shape)} of {each.dtype} to the next stage where it gave {tuple(meta.shape)} of "
                     f"{meta.dtype} when it was cut: pad or cut values to a fixed shape, or cut the model elsewhere"
                 )
-        if [each.requires_grad for each in made] != [meta.requires_grad for meta in metas]:
-            raise self._changed(
-                "gives gradients to other values than when it was cut: use torch.no_grad() and detach() alike for "
-                "every batch"
-            )
+        return metas
 
     def _changed(self, how: str) -> JobError:
         return JobError([f"the model's forward {how}"], where=self.objective.caller.where)
