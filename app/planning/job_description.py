@@ -105,7 +105,7 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     before, now = (_decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
     if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
-    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
+    free = _FREE if new["schedule"] != "None" else _FREE | {"epochs"} | _free_epoch(old, new)
     free -= set() if new.get("schedule_metric", "None") == "None" else {"evaluate_epochs"}
     names = [
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
@@ -121,6 +121,17 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
         else:
             lines += _changed(name, *reached)
     return lines
+
+
+def _free_epoch(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
+    """Return `epoch_samples` where no epoch, of the old length or the new one, has a short last batch.
+
+    Otherwise a step has other samples now, so that a run would read some again, or not at all.
+    """
+    lengths = [each.get("epoch_samples", "") for each in (old, new)]
+    size = new.get("batch_size", "")
+    fits = size.isdecimal() and all(each.isdecimal() and int(each) % int(size) == 0 for each in lengths)
+    return {"epoch_samples"} if fits else set()
 
 
 def _changed(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

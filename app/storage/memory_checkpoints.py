@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -64,6 +65,32 @@ class MemoryPart:
     hold: tuple[int, ...] = ()  # older versions that stay
 
 
+def control_group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the bytes that the control groups of this process still allow, caches of files not counted.
+
+    What is written to shared memory counts as memory of the process that writes it (containers, Slurm).
+    """
+    rooms = [math.inf]
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds in ("", "memory"):
+                top = root / kinds
+                within = top / path.lstrip("/")
+                rooms += [_room(folder) for folder in (within, *within.parents) if folder.is_relative_to(top)]
+    return min(rooms)
+
+
+def _room(folder: Path) -> float:
+    """Return what one control group, version 2 or 1, allows; infinity without a limit."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        with suppress(OSError, ValueError):
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return max(0, left) + sum(int(facts.get(f"{kind}active_file", 0)) for kind in ("", "in"))
+    return math.inf
+
+
 class MemoryCheckpointStore:
     """The in-memory checkpoints of one run on one node.
 
@@ -83,9 +110,9 @@ class MemoryCheckpointStore:
             _make_private(self.folder)
         self.remove_before(version, hold)  # a late call keeps newer versions
         try:
-            free_bytes = shutil.disk_usage(self.folder.parent).free
+            free_bytes = min(shutil.disk_usage(self.folder.parent).free, control_group_room())
             if free_bytes < size_bytes * _HEADROOM:
-                raise _no_room(self.folder, f"{size_bytes:,} bytes are needed, {free_bytes:,} are free")
+                raise _no_room(self.folder, f"{size_bytes:,} bytes are needed, {free_bytes:,.0f} are free")
             place = self.folder / str(version)
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _make_private(self.folder)

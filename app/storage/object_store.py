@@ -6,6 +6,7 @@ every kind of store gives: when several writers `create` the same path, exactly 
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import secrets
@@ -116,19 +117,25 @@ class _LocalFolder(_StoreBackend):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._client: LocalStore | None = None
+        self._device = 0  # of the client's folder
         self._durable: set[Path] = set()  # folders whose names are on disk
 
     def reader(self) -> ObjectStore:
         """Return the client; for a missing folder an empty stand-in, so that reading creates nothing."""
-        if self._client is None and not self._folder.is_dir():
-            return MemoryStore()
-        return self._writer()
+        return self._writer() if self._folder.is_dir() else MemoryStore()
 
     def _writer(self) -> ObjectStore:
-        """Return the client; create the folder. A new client is made where somebody deleted the folder."""
+        """Return the client; create the folder. A new client is made where somebody deleted the folder.
+
+        Raises OSError where its file system is not mounted any more: what is written below would be hidden later.
+        """
         client = self._client
         if client is None or not self._folder.is_dir():
+            above = next(folder for folder in self._folder.parents if folder.is_dir())
+            if client is not None and above.stat().st_dev != self._device:
+                raise OSError(errno.ESTALE, f"{self._folder} is gone, and another file system is there: is it mounted?")
             self._client = client = LocalStore(self._folder, mkdir=True, automatic_cleanup=True)
+            self._device = self._folder.stat().st_dev
         return client
 
     def get(self, path: str) -> bytes:
@@ -153,7 +160,11 @@ class _LocalFolder(_StoreBackend):
         place = self._folder / path
         _fsync(place)
         for folder in place.parents:
-            _fsync(folder)
+            try:
+                _fsync(folder)
+            except OSError as error:  # a folder above that may not be listed, or a file system that has no such call
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP):
+                    raise
             if folder in self._durable or folder == self._folder.parent:
                 break  # its own name was forced to disk before
             self._durable.add(folder)

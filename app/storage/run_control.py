@@ -11,7 +11,6 @@ from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive, stop_request_path
 
 _POLL_S = 1.0
-_DEAD_S = 10.0  # without a heartbeat, as for a takeover
 
 
 def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunction | None = None) -> None:
@@ -26,7 +25,7 @@ def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunctio
         StorageError: the store cannot be used, or there is no such run.
     """
     head = _head(store, run)
-    if head is None or not owner_alive(store, run, head, wait=wait):
+    if head is None or not owner_alive(store, run, head, careful=True, wait=wait):
         state = "its driver is gone" if head is None or head.owned else f"it is {head.outcome}"
         raise RunConflict(
             f"run {run!r} is not running: {state}",
@@ -57,7 +56,7 @@ def await_end(
             )
         if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
             return False
-        if not owner_alive(store, run, head, patience_s=_DEAD_S, wait=wait):
+        if not owner_alive(store, run, head, careful=True, wait=wait):
             raise RunConflict(
                 f"the driver of run {run!r} ended before it released the run",
                 where=where,
@@ -93,7 +92,7 @@ def delete_run(store: Store, run: str) -> int:
 def check_ended(store: Store, runs: Iterable[str], *, wait: WaitFunction | None = None) -> None:
     """Raise RunConflict where a driver of one of the runs is alive, and StorageError where the store cannot be read."""
     heads = {run: head for run in runs if (head := RunLog(store, run).head()) is not None}
-    for run in sorted(owners_alive(store, heads, wait=wait)):
+    for run in sorted(owners_alive(store, heads, careful=True, wait=wait)):
         raise RunConflict(
             f"run {run!r} is running",
             where=store.uri_of(run),

@@ -599,6 +599,7 @@ def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef
 
 
 _HEARTBEAT_WATCH_S = 4 * _HEARTBEAT_S
+_DEAD_S = 10.0  # without a heartbeat, as for a takeover
 _STALE_HEARTBEAT_S = 3600.0  # no clock is that wrong: object stores refuse one that is a quarter of an hour off
 _HEARTBEAT_READERS = 32
 WaitFunction = Callable[[float], Any]
@@ -609,31 +610,35 @@ def owner_alive(
     run: str,
     head: LogEntry | None,
     *,
-    patience_s: float = _HEARTBEAT_WATCH_S,
+    careful: bool = False,
     wait: WaitFunction | None = None,
 ) -> bool:
     """Return whether the run's owner is alive; see `owners_alive`."""
     heads = {} if head is None else {run: head}
-    return run in owners_alive(store, heads, patience_s=patience_s, wait=wait)
+    return run in owners_alive(store, heads, careful=careful, wait=wait)
 
 
 def owners_alive(
     store: Store,
     heads: Mapping[str, LogEntry],
     *,
-    patience_s: float = _HEARTBEAT_WATCH_S,
+    careful: bool = False,
     wait: WaitFunction | None = None,
 ) -> set[str]:
     """Return the runs whose owner is alive.
 
     A driver of this machine is looked up by its process. For drivers elsewhere the heartbeat counters of all runs are
-    watched together for up to `patience_s`: clocks of other machines are not trusted. Only a counter last written more
-    than an hour ago counts as dead at once.
+    watched together: clocks of other machines are not trusted. Only a counter last written more than an hour ago counts
+    as dead at once.
+
+    Args:
+        careful: watch for as long as a driver that takes over, and trust no clock at all.
+        wait: waits for some seconds.
     """
     owned = {run: head for run, head in heads.items() if head.owned and not provably_dead(head.owner)}
     alive = {run for run, head in owned.items() if _is_here(head.owner)}
     paths = {run: heartbeat_path(run, head.token) for run, head in owned.items() if run not in alive}
-    return alive | _runs_with_heartbeat(store, paths, patience_s, wait or threading.Event().wait) if paths else alive
+    return alive | _runs_with_heartbeat(store, paths, careful, wait or threading.Event().wait) if paths else alive
 
 
 def _is_here(owner: Owner) -> bool:
@@ -643,13 +648,14 @@ def _is_here(owner: Owner) -> bool:
     return known and (owner.boot, owner.namespace) == (here.boot, here.namespace)
 
 
-def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], patience_s: float, pause: WaitFunction) -> set[str]:
+def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], careful: bool, pause: WaitFunction) -> set[str]:
     """Return the runs whose heartbeat counters, at these paths, change."""
     alive: set[str] = set()
+    patience_s = _DEAD_S if careful else _HEARTBEAT_WATCH_S
     with ThreadPoolExecutor(min(_HEARTBEAT_READERS, len(paths))) as pool:
         first = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
         ages = zip(paths, pool.map(partial(_is_old, store), paths.values()), strict=True)
-        watched, waited_s = [run for run, old in ages if not old], 0.0
+        watched, waited_s = [run for run, old in ages if careful or not old], 0.0
         while waited_s < patience_s and (silent := [run for run in watched if run not in alive]):
             pause(_HEARTBEAT_S / 2)
             waited_s += _HEARTBEAT_S / 2

@@ -37,7 +37,7 @@ from trainwright.datasets.data_source import (
 )
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
 from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get
-from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, fetch_from_actor
+from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, WAITING, fetch_from_actor
 
 _Result = TypeVar("_Result")
 
@@ -552,7 +552,9 @@ def start_streams(
     """
     _require_resources(datasets, free)
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_StreamActor)
-    actor = kind.remote([data.source.spec(index, passes) for data, index, passes in datasets], dict(free))
+    actor = kind.options(max_concurrency=WAITING).remote(
+        [data.source.spec(index, passes) for data, index, passes in datasets], dict(free)
+    )
     deadline_s, readers = max(least_s, DEADLINE_S), []
     for number, (data, index, _) in enumerate(datasets):
         blocks = _DeliveredBlocks(actor, number, deadline_s)

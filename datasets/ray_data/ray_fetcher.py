@@ -34,6 +34,7 @@ _Result = TypeVar("_Result")
 
 _CHUNK_ROWS = 1024  # rows of a chunk of steps
 DEADLINE_S = 300.0  # for one share
+WAITING = 100_000  # calls that may wait in an actor at a time: those of all ranks and of all readers
 _RETRY_S = 1.0
 _DEAD_ACTOR_S = 5.0  # for an actor that Ray does not start again, as when its driver is dead
 SLACK_S = 30.0  # a consumer waits this much longer than the delivery actor, which knows more about the reason
@@ -99,11 +100,14 @@ class RayFetcher:
         """
         chunk = self._schedule.chunk(step, self._length)
         early = [self._asked.pop((chunk.start, rank, total), None)]
-        self._asked = {key: reference for key, reference in self._asked.items() if key[0] == chunk.start}
+        self._asked = {key: each for key, each in self._asked.items() if key[0] in (chunk.start, chunk.stop)}
 
         def attempt(lost: bool) -> Arrays:
             asked, early[0] = early[0], None
-            return self._take(asked or self._ask(chunk.start, rank, total, lost))
+            if asked is not None:
+                with suppress(HangError):  # the deadline may have passed while nobody waited, as in an evaluation
+                    return self._take(asked)
+            return self._take(self._ask(chunk.start, rank, total, lost))
 
         found = fetch_from_actor(attempt, self._deadline_s, f"data rank {rank}, step {chunk.start}")
         if chunk.stop < self._schedule.total_steps:
@@ -197,7 +201,7 @@ def start_delivery(
     allocate_actors(recipes, free)
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(DeliveryActor)
     piece_s = _DEADLINE_SHARE * min(deadline_s, hang_s)
-    feeder = kind.remote([dumps(recipe) for recipe in recipes], free, piece_s)
+    feeder = kind.options(max_concurrency=WAITING).remote([dumps(recipe) for recipe in recipes], free, piece_s)
     feeder.open.remote()
     return [
         RayFetcher(feeder, number, recipe.schedule, recipe.length, deadline_s) for number, recipe in enumerate(recipes)

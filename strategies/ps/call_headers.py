@@ -65,7 +65,7 @@ class PushCall(_UnitCall):
     sums: tuple[tuple[float, float], ...] = ()
     norm: _Norm | None = None  # for the first server, of the whole gradient before clipping
     # for the first server, of each step: sum and weight of each value of `tw.log`; none where none is logged
-    logged: tuple[dict[_Name, tuple[float, float]], ...] = ()
+    logged: tuple[dict[str, tuple[float, float]], ...] = ()
 
 
 class LeaseCall(_Header):

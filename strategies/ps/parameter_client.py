@@ -381,7 +381,6 @@ class SendBuffer:
 
     def reopen(self, opened: Callable[[int], memoryview]) -> None:
         """Move the next push to memory of a new connection; the server still reads the others in the former memory."""
-        before, self._half = self.view, 0
-        self._held = [None] * len(self._held)
-        self._memory = opened(len(self._memory))
+        before, memory = self.view, opened(len(self._memory))  # where that fails, nothing has changed
+        self._memory, self._half, self._held = memory, 0, [None] * len(self._held)
         self.view[:] = before

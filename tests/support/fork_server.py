@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -28,6 +29,15 @@ def fork_server(modules: Sequence[str]) -> Iterator[str]:
     with start(name, modules, os.environ, until=os.getpid(), idle_s=0.1) as line:
         await_ready(line, IMPORT_S)
         yield name
+
+
+def _await_own_group(process: int) -> None:
+    """Wait until a forked process leads a group, so that it can be used as one that was started alone."""
+    until = time.monotonic() + IMPORT_S
+    with suppress(ProcessLookupError):  # it has ended
+        while os.getpgid(process) != process:
+            assert time.monotonic() < until
+            time.sleep(0.001)
 
 
 class Forked:
@@ -48,6 +58,7 @@ class Forked:
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), pipes[0][1], pipes[1][1])
             self.pid, self._line = request_fork(name, script, environment=environment, folder=folder, streams=streams)
+        _await_own_group(self.pid)
         for _, written in pipes:
             os.close(written)
         self._readers = [threading.Thread(target=self._read, args=(n, pipe[0])) for n, pipe in enumerate(pipes)]

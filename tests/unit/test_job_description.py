@@ -104,3 +104,16 @@ def test_an_option_that_did_not_exist_then_counts_as_its_default() -> None:
     older = {field: text for field, text in describe(job).items() if field != "precision"}
     assert description_changes(older, describe(job)) == []
     assert description_changes(older, describe(job.replace(precision="bf16"))) == ["precision: fp32 -> bf16"]
+
+
+def test_another_length_of_the_epoch_counts_where_a_batch_of_it_is_short() -> None:
+    """From such an epoch on, a step has other samples."""
+    whole, same, short, none = (
+        describe(tw.Job(name="n", model=Network, optimizer=optimizer, train=DATA, batch_size=4, loss=loss, inputs="x",
+                        targets="y", epoch_samples=length))
+        for length in (8, 12, 10, None)
+    )  # fmt: skip
+    assert description_changes(whole, same) == []
+    for changed in (short, none):
+        assert [line.partition(":")[0] for line in description_changes(whole, changed)] == ["epoch_samples"]
+        assert [line.partition(":")[0] for line in description_changes(changed, whole)] == ["epoch_samples"]

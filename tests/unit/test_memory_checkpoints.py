@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -557,3 +558,29 @@ def test_a_worker_that_leaves_answers_whether_it_has_copied_its_state(
         kept = m.MemoryCheckpoint(version=3, step=7, files=taken.files)
         store = MemoryCheckpointStore("one", tmp_path)
         assert MemoryCheckpointReader(store, kept, "n0", MagicMock()).read("state") == b"12345"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "used"),
+    [("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+    ids=["version 2", "version 1"],
+)
+def test_copies_leave_room_below_the_limits_of_control_groups(tmp_path: Path, kind: str, limit: str, used: str) -> None:
+    own, job = tmp_path / "own", tmp_path / kind / "slurm" / "job_1"
+    (job / "step_0").mkdir(parents=True)
+    own.write_text(f"1:other:/\n0:{kind}:/slurm/job_1/step_0\n")
+    assert memory_checkpoints.control_group_room(tmp_path, own) == math.inf
+    for folder, allowed in ((job, "1000"), (job / "step_0", "max")):
+        (folder / limit).write_text(f"{allowed}\n")
+        (folder / used).write_text("900\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 30\nactive_file 20\n")
+    assert memory_checkpoints.control_group_room(tmp_path, own) == 100 + 50
+    assert memory_checkpoints.control_group_room(tmp_path, tmp_path / "missing") == math.inf
+
+
+def test_a_copy_that_a_control_group_does_not_allow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_checkpoints, "control_group_room", lambda: 1000.0)
+    store = MemoryCheckpointStore("memory://x", tmp_path)
+    with pytest.raises(StorageError, match="1,000 are free"):
+        store.write(1, 2000, ())
+    store.write(1, 500, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,23 @@ def test_what_is_kept_stays_as_it_is_until_its_round_is_applied(turns: list[str]
             outbox.pushed(opened, kept=at if keeps else None, copied=not keeps)
             at += 1
         assert all(memory == before for memory, before in kept.values())
+
+
+def test_a_connection_that_fails_as_it_is_opened_again_leaves_the_next_push_as_it_is() -> None:
+    opened = Opened()
+    outbox = SendBuffer(opened, SIZE)
+    outbox.pushed(opened, kept=None, copied=True)
+    outbox.view[:] = b"a" * SIZE
+    outbox.pushed(opened, kept=0, copied=False)
+    outbox.view[:] = content = b"b" * SIZE
+
+    def broken(size_bytes: int) -> memoryview:
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        outbox.reopen(broken)
+    outbox.reopen(opened)
+    assert outbox.view == content
 
 
 def test_a_sync_worker_has_its_pushes_copied_once_and_then_left_where_they_lie() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, memory_store, ref, store_of
 from trainwright.cli.main import app
 from trainwright.core.errors import RunConflict, StorageError, StoreDown
+from trainwright.storage import run_log
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_control import await_end, remove_run, request_stop
-from trainwright.storage.run_log import Heartbeat, Owner, RunLog
+from trainwright.storage.run_log import Heartbeat, Owner, RunLog, heartbeat_path
 
 
 @pytest.fixture
@@ -191,6 +193,29 @@ def test_the_log_is_removed_last_so_that_a_removal_can_be_repeated(
     with pytest.raises(StorageError, match="unreachable"):
         remove_run(memory, RUN)
     assert deleted == [f"{RUN}/log/HINT", f"{RUN}/report.html"]
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 4000.0])
+def test_a_run_whose_driver_is_slow_or_whose_clock_seems_wrong_is_not_removed(
+    memory: Store, clock_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that answers slowly, or another machine's clock, must not look like a dead driver."""
+    driven(memory, FAR)
+    place, waited = heartbeat_path(RUN, 1), [0.0]
+    memory.put(place, b"0")
+    now_s = time.time() + clock_s
+    monkeypatch.setattr(run_log.time, "time", lambda: now_s)
+
+    def wait(seconds: float) -> None:
+        waited[0] += seconds
+        memory.put(place, str(int(waited[0] / 5.5)).encode())
+
+    with pytest.raises(RunConflict, match="is running"):
+        remove_run(memory, RUN, wait=wait)
+    waited[0] = 0.0
+    request_stop(memory, RUN, wait=wait)
+    with pytest.raises(RunConflict, match="its driver is gone"):
+        request_stop(memory, RUN, wait=lambda seconds: None)
 
 
 def test_a_run_is_removed_after_a_question(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -337,3 +339,40 @@ def test_an_unknown_cause_is_shown_without_secrets(monkeypatch: pytest.MonkeyPat
 
 def test_an_error_of_the_system_keeps_its_number() -> None:
     assert "no space left" in storage_error_for(OSError(28, os.strerror(28)), doing="cannot write", where="x").what
+
+
+def test_a_folder_whose_file_system_is_gone_is_not_made_again_beneath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mounted" / "runs"
+    store = Store(str(folder), policy=RetryPolicy(total_s=0.2))
+    store.put("a", b"1")
+    shutil.rmtree(folder)
+    assert store.find("a") is None and [*store.list()] == [] and not folder.exists(), "reading makes no folder"
+    store.put("a", b"2")
+    assert store.get("a") == b"2", "somebody deleted it"
+    shutil.rmtree(folder)
+    monkeypatch.setattr(store._backend, "_device", -1)
+    with pytest.raises(StoreDown):
+        store.put("a", b"3")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
+def test_a_folder_above_that_cannot_be_forced_to_disk_is_no_reason_to_refuse(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may enter `/scratch` of many clusters, and not list it."""
+    force, refused = object_store._fsync, list[Path]()
+
+    def fsync(place: Path) -> None:
+        if place == tmp_path:
+            refused.append(place)
+            raise OSError(number, os.strerror(number))
+        force(place)
+
+    monkeypatch.setattr(object_store, "_fsync", fsync)
+    store = open_store(str(tmp_path / "own"))
+    store.put("a", b"1")
+    store.create("b", b"2")
+    assert store.get("a") + store.get("b") == b"12" and refused

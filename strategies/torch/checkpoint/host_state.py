@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.serialization import safe_globals
@@ -206,12 +207,16 @@ def broadcast(
         group: ranks that hold the same part; by default all.
     """
     own = _description(replica) if rank == source else None
-    step, slots, options, every_used, logged, scale, scheduler = _broadcast_description(own, source, device, group)
+    step, slots, forms, options, every_used, logged, scale, scheduler = _broadcast_description(
+        own, source, device, group
+    )
     replica.end_evaluation()
     if rank != source:
         replica.sound, replica.step = False, step
         _make_slots(replica, slots)
-    buffers = [buffer for name, buffer in replica.named_buffers() if name not in replica.local]
+        _make_buffers(replica, forms)
+    held = dict(replica.named_buffers())
+    buffers = [held[name] for name in forms]
     tensors = [*replica.model.parameters(), *buffers, *(value for _, _, value in _slot_tensors(replica))]
     _broadcast_tensors([to_local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
@@ -249,6 +254,12 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
     """Return the optimizer's state by parameter name."""
     found: OptimizerSlots = {}
     boxes = replica.boxes
+    common = [key for key in replica.optimizer.state if not isinstance(key, Tensor)]
+    if common:
+        raise CheckpointError(
+            f"the optimizer keeps {common[0]!r} in its state for all parameters together, which cannot be saved",
+            remedy="keep it in the state of each parameter, or in a setting of the parameter groups",
+        )
     for parameter, name in replica.names.items():
         if parameter not in replica.optimizer.state:
             continue
@@ -283,6 +294,8 @@ def _flattened(entries: Mapping[str, Any]) -> dict[str, Any]:
             return [flatten(f"{key}.{number}", item) for number, item in enumerate(value)]
         if isinstance(value, dict) and all(isinstance(each, str) for each in value):
             return {each: flatten(f"{key}.{each}", item) for each, item in value.items()}
+        if isinstance(value, np.generic):
+            return value.item()
         if isinstance(value, _PLAIN):
             return value
         raise CheckpointError(
@@ -378,9 +391,19 @@ def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[s
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
+def _make_buffers(replica: TorchReplica, forms: Mapping[str, _TensorForm]) -> None:
+    """Give buffers that a forward makes, or whose shape it changes, the described shapes."""
+    held = {name: _TensorForm.of(to_local(buffer), False) for name, buffer in replica.named_buffers()}
+    replica.take_buffers({
+        name: torch.empty(form.shape, dtype=form.dtype, device=replica.device)
+        for name, form in forms.items() if held.get(name) != form
+    })  # fmt: skip
+
+
 _Description = tuple[
     int | None,
     OptimizerSlots,
+    dict[str, _TensorForm],
     list[dict[str, Any]],
     bool | None,
     tuple[str, ...],
@@ -392,9 +415,11 @@ _Description = tuple[
 def _description(replica: TorchReplica) -> _Description:
     """Return what a new rank must know before tensors are sent."""
     slots = _map_tensors(_slots(replica), lambda _name, _key, value: _TensorForm.of(value, is_dtensor(value)))
+    buffers = [(name, buffer) for name, buffer in replica.named_buffers() if name not in replica.local]
+    forms = {name: _TensorForm.of(to_local(buffer), False) for name, buffer in buffers}
     options = _changed_options(replica)
     tried = replica.every_used, replica.logged
-    return replica.step, slots, options, *tried, replica.scale, replica.rates.state
+    return replica.step, slots, forms, options, *tried, replica.scale, replica.rates.state
 
 
 def _broadcast_description(

@@ -262,20 +262,25 @@ class ProcessGroupHandle:
         leader = group.peers[0].address
         one_host = is_one_host(group)
         host = LOOPBACK if one_host else leader.host
-        listening = self._sockets[-1 if one_host else 0].detach() if self._sockets and group.rank == 0 else None
+        listening = self._sockets[-1 if one_host else 0] if self._sockets and group.rank == 0 else None
+        self._sockets = tuple(each for each in self._sockets if each is not listening)
         self._close_sockets()
-        return self._reached(
-            lambda: TCPStore(
-                host,
-                leader.port,
-                world_size=group.size,
-                is_master=group.rank == 0,
-                timeout=deadline,
-                wait_for_workers=False,
-                master_listen_fd=listening,
-            ),
-            "rank 0 had not opened the group's store",
-        )
+        try:
+            return self._reached(
+                lambda: TCPStore(
+                    host,
+                    leader.port,
+                    world_size=group.size,
+                    is_master=group.rank == 0,
+                    timeout=deadline,
+                    wait_for_workers=False,
+                    master_listen_fd=None if listening is None else listening.detach(),
+                ),
+                "rank 0 had not opened the group's store",
+            )
+        finally:
+            if listening is not None:
+                listening.close()  # where the store has not taken it over
 
     def _close_sockets(self) -> None:
         for each in self._sockets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -111,6 +112,10 @@ class DataParallel(ProcessGroupEngine):
             alone.objective.carry_logged(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
         every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
+        # A parameter that only an earlier micro-batch uses has a gradient, and DDP would wait for another one.
+        if len(feed.parts[0]) > 1:
+            every_used = False
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         world = distributed.group.WORLD
         assert world is not None, "form() comes first"
         runner = replace(alone, others=(world,))

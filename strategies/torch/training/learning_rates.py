@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -159,10 +160,10 @@ def _plain(value: Any, name: str) -> Any:
         return dict(kept) if all(isinstance(key, str) for key in value) else {_PAIRS: [[*pair] for pair in kept]}
     if isinstance(value, list | tuple):
         return [_plain(item, name) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, or a number of NumPy's, of which some are floats too
+        return value.tolist()
     if isinstance(value, bool | int | float | str | None):
         return value
-    if hasattr(value, "tolist"):  # a tensor, or a number of NumPy's
-        return value.tolist()
     raise TypeError(f"{name!r} is a {type(value).__name__}: keep numbers, texts, lists and dicts in it")
 
 
@@ -204,7 +205,7 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
 
     def plain(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value
+            return value.item() if isinstance(value, np.generic) else value
         return (
             value.item() if key == "lr" else {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
         )

@@ -228,9 +228,18 @@ def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool
     assert carried is not None, "carry is part of every objective"
     if not wants_norm:
         return StepTotals.of(carried.tolist(), None)
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = _total_norm(gradients)
     *sums, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
     return StepTotals.of(sums, length)
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, also of sparse ones."""
+    return torch.nn.utils.get_total_norm([_values(each) for each in gradients])
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def logged_sums(runner: StepRunner, totals: StepTotals) -> MetricSums:
@@ -324,8 +333,10 @@ class GradientNoiseProbe:
                 handle.remove()
 
     def _see(self, gradient: Tensor) -> None:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        self._norms.append(torch.linalg.vector_norm(values.detach(), dtype=self._objective.carry.dtype))
+        values = _values(gradient.detach())
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        self._norms.append(torch.linalg.vector_norm(values, dtype=self._objective.carry.dtype))
 
     def count(self, share: MicroBatchShare) -> None:
         """Note the end of a micro-batch's backward."""
@@ -525,7 +536,7 @@ def _settled(
     """Check and scale the reduced gradients. Raises NonFiniteLoss on every rank."""
     spec = replica.spec
     wants_norm = spec.clip_norm is not None or spec.guard
-    norm = float(torch.nn.utils.get_total_norm(gradients)) if wants_norm and gradients else None
+    norm = float(_total_norm(gradients)) if wants_norm and gradients else None
     totals = StepTotals.of(sums, norm)
     has_overflowed(runner, None, totals, feed)
     if not totals.weight:
