@@ -36,6 +36,7 @@ from trainwright.strategies.common.socket_transport import (
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
 
 _CHUNK_BYTES = 2**20  # received before a waiting thread is notified
+_SENT_BYTES = 8 * 2**20  # likewise, sent
 
 
 def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: ConnectionCanceller) -> ServerConnection:
@@ -61,7 +62,8 @@ class ServerConnection:
     """A worker's connection to one server, for one thread; `cut` is for any.
 
     Calls are answered in order, and several may be in flight. All methods raise PeerLost if the connection breaks, and
-    at the deadline `until`, on the clock of `time.monotonic`; the connection is unusable then.
+    at the deadline `until`, on the clock of `time.monotonic`; the connection is unusable then. Over TCP the time to the
+    deadline counts anew whenever bytes were sent or received: a large message may take longer on a slow network.
 
     Attributes:
         peer: the server, in words for errors.
@@ -81,6 +83,7 @@ class ServerConnection:
         self._came: deque[_ServerAnswer] = deque()
         self._answer = _ServerAnswer()
         self._news, self._failure = threading.Condition(), OSError("not broken")
+        self._moved = 0  # times that bytes were sent or received
         self._broken = False
         self._sent: queue.SimpleQueue[OutgoingBuffers | None] = queue.SimpleQueue()
         self._threads = [] if self.shared else [self._thread(self._send_all), self._thread(self._receive_all)]
@@ -188,8 +191,10 @@ class ServerConnection:
             yield start, end
 
     def _send_range(self, start: int, end: int) -> None:
-        header = FrameHeader(FrameKind.RANGE, offset=start, size=end - start).pack()
-        self._sent.put(OutgoingBuffers([header, self._outbox[start:end]]))
+        for first in range(start, end, _SENT_BYTES):
+            last = min(first + _SENT_BYTES, end)
+            header = FrameHeader(FrameKind.RANGE, offset=first, size=last - first).pack()
+            self._sent.put(OutgoingBuffers([header, self._outbox[first:last]]))
 
     def _send(self, buffers: list[bytes], until: float, file: int | None = None) -> None:
         """Send now in shared memory; over TCP the sending thread does it, in order."""
@@ -208,6 +213,9 @@ class ServerConnection:
         try:
             while (pieces := self._sent.get()) is not None:
                 send_available(self._out, pieces)
+                with self._news:
+                    self._moved += 1
+                    self._news.notify_all()
         except OSError as error:
             self._fail(error)
 
@@ -225,9 +233,12 @@ class ServerConnection:
             self._news.notify_all()
 
     def _wait(self, there: Callable[[], bool], until: float) -> None:
+        silent_s = remaining_s(until)
         with self._news:
-            if not self._news.wait_for(lambda: there() or self._broken, remaining_s(until)):
-                raise connection_lost(self.peer, TimeoutError())
+            while not (there() or self._broken):
+                before = self._moved
+                if not self._news.wait_for(lambda: there() or self._broken or self._moved != before, silent_s):  # noqa: B023
+                    raise connection_lost(self.peer, TimeoutError())
             if not there():
                 raise connection_lost(self.peer, self._failure) from self._failure
 
@@ -257,6 +268,7 @@ class ServerConnection:
             receive_exactly(self._in, stretch, until)
             with self._news:
                 answer.have = start + len(stretch)
+                self._moved += 1
                 self._news.notify_all()
 
     def _seen(self, file: int | None, header: FrameHeader) -> memoryview:

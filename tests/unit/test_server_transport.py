@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.support.channel_server import FIRST, PLACES, SECOND, joined, serving,
 from trainwright.core.errors import PeerLost
 from trainwright.strategies.common import shared_memory, socket_transport
 from trainwright.strategies.common.shared_memory import SharedRegion
+from trainwright.strategies.ps import client_connection
 from trainwright.strategies.ps.client_connection import connect_to_server
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind, WorkerCall, WorkerDisconnected
 
@@ -304,6 +306,46 @@ def test_a_late_answer_is_a_lost_peer(place: str) -> None:
         link.call(b"", soon())
         with pytest.raises(PeerLost, match="rank 0 did not answer within the deadline"):
             link.answer(soon(0.05))
+
+
+def test_a_transfer_that_goes_on_may_take_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a thousand workers gives each of them little of its bandwidth."""
+    receive, send = client_connection.receive_exactly, client_connection.send_available
+    monkeypatch.setattr(client_connection, "_SENT_BYTES", 2**20)
+    with serving("tcp") as server, joined(server) as link, ThreadPoolExecutor(1) as pool:
+        link.open_outbox(BIG, soon())
+
+        def slow_receive(*arguments: Any) -> Any:
+            time.sleep(0.04)
+            return receive(*arguments)
+
+        def slow_send(*arguments: Any) -> Any:
+            time.sleep(0.04)
+            return send(*arguments)
+
+        monkeypatch.setattr(client_connection, "send_available", slow_send)
+        begun, pushed = time.monotonic(), pool.submit(server.call)
+        link.call(b"push", soon(), offset=0, size=BIG)
+        done = pool.submit(lambda: pushed.result().connection.answer(b"done"))
+        assert link.answer(soon(0.5)) == b"done" and time.monotonic() - begun > 0.9
+        done.result()
+        monkeypatch.setattr(client_connection, "receive_exactly", slow_receive)
+        into = memoryview(bytearray(BIG))
+        link.call(b"pull", soon(), into=into)
+        over = threading.Event()
+
+        def serve() -> None:
+            server.call().connection.answer(b"here", memoryview(bytes(BIG)))
+            while not over.is_set():
+                server.lines.wait(soon(0.05))
+
+        pulled = pool.submit(serve)
+        assert link.answer(soon()) == b"here"
+        begun = time.monotonic()
+        link.pulled(0, BIG, soon(0.5))
+        assert time.monotonic() - begun > 0.7
+        over.set()
+        pulled.result()
 
 
 @pytest.mark.parametrize("place", PLACES)
