@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import signal
@@ -329,3 +330,29 @@ def test_reserved_ports_differ_and_the_loopback_interface_is_known() -> None:
         engine.leave()
     assert len(ports) == 3
     assert interface_name("127.0.0.1") in ("lo", None)
+
+
+def test_an_interrupt_before_the_group_forms_leaves_no_socket() -> None:
+    engine = DataParallel()
+
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for _ in range(3):
+        address = engine.reserve(GENERATION, "worker")
+        engine.interrupt(1.0)
+        with pytest.raises(PeerLost):
+            engine.form(
+                Group(
+                    generation=GENERATION,
+                    rank=0,
+                    peers=(Peer(rank=0, address=address), Peer(rank=1, address=address)),
+                    key=b"x",
+                    deadline_s=20.0,
+                )
+            )
+        engine.leave()
+        counts.append(open_files())
+    assert counts[0] == counts[1] == counts[2]
