@@ -70,6 +70,7 @@ class UpdateApplier:
         self._spare: list[memoryview] = []  # of pushes that were applied
         self._norms_sent = 0  # rounds
         self._factors: dict[int, float] = {}  # of clipping, by round
+        self._last: dict[str, tuple[WorkUnit, int]] = {}  # unit and round of each worker's last push that was taken
 
     def open(self, store: ShardStore, config: ServerConfig) -> None:
         """Take the shard that updates are applied to."""
@@ -78,7 +79,7 @@ class UpdateApplier:
     def restart(self) -> None:
         """Forget all pushes and rounds, and count versions from 0."""
         self._admission = UpdateAdmission(shares=self.config.shares, consistency=self.config.consistency)
-        self._norms_sent, self._factors = 0, {}
+        self._norms_sent, self._factors, self._last = 0, {}, {}
 
     @property
     def opened(self) -> bool:
@@ -146,7 +147,11 @@ class UpdateApplier:
             push = self._as_push(unit, head.weight, memory or payload)
             admission.keep(head.worker, unit, head.at, head.seen, KeptPush(push=push, memory=memory))
         kept = decision == "keep" and bool(payload)
-        taken = decision != "drop" or admission.first(unit, head.at) == head.worker
+        # A worker whose connection broke repeats its push, which may be applied already.
+        again = (unit, head.at) == self._last.get(head.worker)
+        taken = decision != "drop" or again or admission.first(unit, head.at) == head.worker
+        if taken:
+            self._last[head.worker] = unit, head.at
         in_place = update if kept and head.keep else None
         return {"taken": taken, "kept": in_place, "copied": kept and not head.keep}, decision != "drop"
 
