@@ -76,8 +76,8 @@ class Host:
         self.machine.run("sh", "-c", script, "-", path, text, f"{mode:o}")
 
     def processes(self, *words: str) -> list[str]:
-        """Command lines there that hold one of the words."""
-        lines = self.machine.run("ps", "-ww", "-eo", "args").splitlines()
+        """Command lines there that hold one of the words, beside the path of this checkout, which may hold one too."""
+        lines = self.machine.run("ps", "-ww", "-eo", "args").replace(str(ROOT), "").splitlines()
         return [line for line in lines if any(word in line for word in words)]
 
 
