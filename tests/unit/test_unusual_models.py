@@ -143,6 +143,41 @@ class Skipping(nn.Module):
         return made + self.sometimes(x) if x[0, 0] > 0 else made
 
 
+def _shrunk(rank: int, world: int, exchange: Exchange) -> Any:
+    """Rank 0 has the shares of two data ranks, rank 1 that of the third: one micro-batch each."""
+    job = spec(model=Skipping, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    engine = formed(rank, exchange, job, how=plan(ranks=3))
+    engine.transfer([StateTransfer(piece="state", source=0, target=1)])
+
+    def own(step: int, used: tuple[bool, ...]) -> Feed:
+        held = range(2) if rank == 0 else range(2, 3)
+        parts = [_used(step, (used[number],), number, 3).parts[0] for number in held]
+        return Feed(step=step, parts=tuple(parts), data_ranks=held, total=3, rows=9)
+
+    engine.warm(own(0, (True, True, True)))
+    losses = [engine.train_step(own(step, used)).loss for step, used in enumerate(SHARES)]
+    engine.verify()
+    weights = {name: value.numpy() for name, value in load_weights(saved(engine)).items()}
+    engine.leave()
+    return losses, weights
+
+
+SHARES = ((True, True, True), (True, False, True), (False, True, False), (True, False, False))
+
+
+def test_a_layer_that_only_some_shares_of_a_rank_use_is_averaged() -> None:
+    job = spec(model=Skipping, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    alone, expected = one_device(job, plan(accumulation=3)), []
+    for step, used in enumerate(SHARES):
+        parts = [_used(step, (each,), number, 3).parts[0][0] for number, each in enumerate(used)]
+        expected.append(alone.train_step(feed(*parts, step=step, rows=9)).loss)
+    weights = load_weights(saved(alone))
+    for losses, found in run_ranks(_shrunk, 2):
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+        for name, value in weights.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
 def _skipping(rank: int, world: int, exchange: Exchange) -> Any:
     job = spec(model=Skipping, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     engine = formed(rank, exchange, job, how=plan(ranks=world, accumulation=2))

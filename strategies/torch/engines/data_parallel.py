@@ -111,10 +111,11 @@ class DataParallel(ProcessGroupEngine):
         else:
             alone.objective.carry_logged(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
-        every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
-        # A parameter that only an earlier micro-batch uses has a gradient, and DDP would wait for another one.
-        if len(feed.parts[0]) > 1:
-            every_used = False
+        # A parameter that only an earlier micro-batch uses has a gradient, and DDP would wait for another one. Ranks
+        # decide together: after a loss, one may have the micro-batches of several data ranks.
+        own = int(replica.every_used and sum(map(len, feed.parts)) == 1)
+        every_used = all(flag for (flag,) in all_gather_ints([own], self._device))
+        if replica.every_used and not every_used:
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         world = distributed.group.WORLD
         assert world is not None, "form() comes first"
