@@ -186,15 +186,15 @@ def start_fork_server(module: str, threads: int) -> str:
     )  # fmt: skip
     command = fork_server.worker_command(kind)
 
-    def held() -> None:
+    def hold_server() -> None:
         _held[name] = start()
         ray_compat.publish(command, context.get_node_id())  # before it is ready: requests wait, this process may end
         fork_server.await_ready(_held[name], _READY_S)
 
     try:
-        held()
+        hold_server()
     except ConnectionError:  # there was one that has noticed only now that a file was changed, and serves no more
-        held()
+        hold_server()
     return command
 
 

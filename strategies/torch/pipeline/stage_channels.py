@@ -158,13 +158,12 @@ class SocketChannel:
         """Read the answers that are there. Raises PeerLost if the other end is gone."""
         answers = bytearray(_MAX_TAKEN)
         try:
-            while self._taken < self._sent:
-                count = self._socket.recv_into(answers, min(self._sent - self._taken, _MAX_TAKEN), socket.MSG_DONTWAIT)
-                if not count:
-                    raise ConnectionResetError("closed")
-                self._taken += count
-        except BlockingIOError:
-            pass  # that was all
+            with suppress(BlockingIOError):
+                while left := min(self._sent - self._taken, _MAX_TAKEN):
+                    count = self._socket.recv_into(answers, left, socket.MSG_DONTWAIT)
+                    if not count:
+                        raise ConnectionResetError("closed")
+                    self._taken += count
         except OSError as error:
             raise self._lost(error) from error
 
