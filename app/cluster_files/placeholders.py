@@ -21,6 +21,9 @@ _SHELL = re.compile(
     re.VERBOSE,
 )
 _ANCHOR = re.compile(r"&\w+\s+")
+_EXPANDED = re.compile(
+    r"""(?:[^$`"\\]|\$\w+|\$\{\w+\})*"""
+)  # text in double quotes in which only variables are expanded
 _PLAIN = re.compile(r"[A-Za-z0-9~/.][A-Za-z0-9_./@~+-]*(:[A-Za-z0-9_./@~+-]+)*")
 
 
@@ -66,7 +69,7 @@ class _ValueLine:
 
     def _write(self, value: str) -> str:
         if self.shell:
-            return shlex.quote(value)
+            return _quote_for_shell(value)
         said = yaml.safe_load(self.written)
         if isinstance(said, list) and not value.startswith("["):
             return f"[{value}]"
@@ -74,6 +77,13 @@ class _ValueLine:
             return value  # a number or a list: as written; _verify checks it
         plain = _PLAIN.fullmatch(value) and yaml.safe_load(value) == value
         return value if plain else "'" + value.replace("'", "''") + "'"
+
+
+def _quote_for_shell(value: str) -> str:
+    """Quote a value so that the shell expands a leading `~/` and variables in it, and nothing else."""
+    home = "~/" if value.startswith("~/") else ""
+    rest = value.removeprefix(home)
+    return home + (f'"{rest}"' if "$" in rest and _EXPANDED.fullmatch(rest) else shlex.quote(rest))
 
 
 def find_placeholders(text: str) -> list[Placeholder]:

@@ -131,8 +131,8 @@ def code_digest() -> str:
         folder = _folder(name)
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder).as_posix()
-            if name == "trainwright" and inner.partition("/")[0] in ("strategies", "datasets"):
-                continue  # in a wheel these are folders of trainwright
+            if name == "trainwright" and inner.partition("/")[0] in ("strategies", "datasets", "clusters"):
+                continue  # in a wheel these are folders of trainwright, in a checkout they are beside it
             total.update(f"{name}/{inner}\0".encode() + path.read_bytes())
     return total.hexdigest()[:12]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import re
 import signal
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -55,7 +56,7 @@ class _Client(JobSubmissionClient):
         The server answers no pings, so a silent connection may be dead. Raises aiohttp.ClientError and OSError.
         """
         limits = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
-        connecting = aiohttp.ClientSession(headers=self._headers, cookies=self._cookies, timeout=limits)
+        connecting = aiohttp.ClientSession(headers=self._headers, cookies=self._cookies, timeout=limits, trust_env=True)
         async with (
             connecting as session,
             session.ws_connect(self._address + path, ssl=self._tls, max_msg_size=0, timeout=_CLOSING) as stream,
@@ -116,7 +117,8 @@ class JobServer:
 
     def upload(self, uri: str, data: bytes) -> None:
         """Upload a package under `gcs://NAME.zip`."""
-        self._ask("PUT", f"/api/packages/{uri.replace('://', '/')}", data=data)
+        # As a file it is sent in pieces, each with a deadline; as bytes, all would have to be sent in that time.
+        self._ask("PUT", f"/api/packages/{uri.replace('://', '/')}", data=io.BytesIO(data))
 
     def has_package(self, uri: str) -> bool:
         """Return whether the server has a package."""
@@ -295,6 +297,7 @@ def exit_code(job: JobDetails, *, trainwright_missing: bool = False) -> int:
 
 _RECONNECT_S = 120.0  # without an answer of the server until following ends
 _PAUSE_S = 1.0
+_POLL_S = 5.0  # between two requests for the whole log
 
 
 class LogDisplay:
@@ -343,6 +346,8 @@ class LogFollower:
     def follow(self) -> JobDetails:
         """Show the log until the job has ended; return its details.
 
+        Lines come over a WebSocket. Where a proxy lets none through, the whole log is asked for again and again.
+
         Raises:
             JobServerUnreachable: the server has not answered for too long.
             KeyboardInterrupt: Ctrl-C.
@@ -351,30 +356,40 @@ class LogFollower:
 
     async def _follow(self) -> JobDetails:
         while True:
+            pause_s = _PAUSE_S
             try:
-                await self._show()
+                connected = await self._show()
                 details = await asyncio.to_thread(self._server.job, self._submission)
                 self._found()
-                if details.status.is_terminal():
+                ended = details.status.is_terminal()
+                if ended or not connected:
                     await self._show_rest()
+                    pause_s = _POLL_S
+                if ended:
+                    self._show_lines(self._cursor.flush())
                     return details
             except JobServerUnreachable as error:
                 self._lose(error)
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
-    async def _show(self) -> None:
-        """Show what one connection sends."""
+    async def _show(self) -> bool:
+        """Show what one connection sends; return whether there was one."""
         self._cursor.rewind()
-        async for piece in self._server.tail(self._submission):
-            self._found()
-            for line in self._cursor.feed(piece):
-                self._display.show(line)
+        try:
+            async for piece in self._server.tail(self._submission):
+                self._found()
+                self._show_lines(self._cursor.feed(piece))
+        except JobServerUnreachable:  # the request for the job's state, which follows, tells whether the server answers
+            return False
+        return True
 
     async def _show_rest(self) -> None:
-        """Show what a broken connection did not send."""
+        """Show what no connection sent."""
         self._cursor.rewind()
-        log = await asyncio.to_thread(self._server.log, self._submission)
-        for line in (*self._cursor.feed(log), *self._cursor.flush()):
+        self._show_lines(self._cursor.feed(await asyncio.to_thread(self._server.log, self._submission)))
+
+    def _show_lines(self, lines: Iterable[str]) -> None:
+        for line in lines:
             self._display.show(line)
 
     def _found(self) -> None:

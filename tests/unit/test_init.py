@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -97,6 +98,21 @@ def test_any_line_of_text_arrives_or_is_refused(value: str) -> None:
 @pytest.mark.parametrize("value", ["it's", "a b", "$HOME", "a;b", '"q"', "#x", "`id`"])
 def test_a_script_gets_quotes_where_the_shell_needs_them(value: str) -> None:
     assert [found.value for found in find_placeholders(fill_placeholders(BATCH, {"job": value}))] == ["3", value]
+
+
+@pytest.mark.parametrize(
+    ("value", "becomes"),
+    [
+        ("~/envs/my venv", "/home/me/envs/my venv"), ("/scratch/$ME/tw", "/scratch/me 2/tw"), ("${ME}x", "me 2x"),
+        ("$(id)", "$(id)"), ("a~/b", "a~/b"), ("`id`$ME", "`id`$ME"),
+    ],
+)  # fmt: skip
+def test_a_script_expands_home_and_variables_and_runs_nothing(value: str, becomes: str) -> None:
+    line = fill_placeholders(BATCH, {"job": value}).split("# CHANGE job")[1].splitlines()[1]
+    name = line.partition("=")[0]
+    environment = {"HOME": "/home/me", "ME": "me 2"}
+    ran = subprocess.run(["bash", "-c", f'{line}\necho "${name}"'], env=environment, capture_output=True, check=True)
+    assert ran.stdout.decode() == f"{becomes}\n"
 
 
 @pytest.mark.parametrize(

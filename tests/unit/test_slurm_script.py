@@ -16,12 +16,12 @@ COMMANDS = {
 }
 
 
-def run(folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, **commands_of: str) -> subprocess.CompletedProcess[str]:
     commands = folder / ".trainwright" / "venv" / "bin"
     commands.mkdir(parents=True)
     (folder / ".trainwright" / "storage.env").touch()
     (folder / "scratch").mkdir(exist_ok=True)
-    for name, code in COMMANDS.items():
+    for name, code in (COMMANDS | commands_of).items():
         (commands / name).write_text(f"#!/bin/bash\n{code}\n")
         (commands / name).chmod(0o755)
     script = SCRIPT.read_text().replace("SCRATCH=/tmp\n", f"SCRATCH={folder}/scratch\n")
@@ -53,3 +53,8 @@ def test_a_scratch_folder_that_is_there_already_is_not_used(planted: str, tmp_pa
     ran = run(tmp_path)
     assert ran.returncode != 0 and "File exists" in ran.stderr and "--object" not in ran.stdout
     assert place.exists() and not list(elsewhere.iterdir())
+
+
+def test_where_ray_does_not_start_the_job_fails(tmp_path: Path) -> None:
+    ran = run(tmp_path, ray="exit 0")  # as `ray symmetric-run` ends after a `ray start` that failed
+    assert ran.returncode == 1 and "Ray did not start" in ran.stderr

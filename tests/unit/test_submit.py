@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import zipfile
 from io import BytesIO
 from itertools import pairwise
@@ -14,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.job_submission import JobDetails, JobStatus, JobType
 
-from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
-from trainwright.submit import job_submission
+from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError, UserCodeError
+from trainwright.submit import job_package
 from trainwright.submit.job_credentials import JobCredentials, collect_credentials, storage_schemes
 from trainwright.submit.job_server import (
     DEFAULT_ADDRESS,
     LogCursor,
+    LogDisplay,
     exit_code,
     is_ray_message,
     job_server_address,
@@ -27,8 +29,10 @@ from trainwright.submit.job_server import (
 )
 from trainwright.submit.job_submission import (
     JobRequest,
+    Submission,
     SubmissionMetadata,
     SubmitOptions,
+    SubmitOutput,
     job_to_follow,
     next_submission_id,
     resolve_storage,
@@ -209,10 +213,10 @@ def folder(root: Path) -> Path:
     return root
 
 
-def packed(root: Path) -> tuple[job_submission.PackageContents, set[str]]:
-    found = job_submission.package_contents(root, needed=root / "job.py", without=(root / "runs",))
-    uri, data = job_submission.build_package(found)
-    assert job_submission.build_package(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
+def packed(root: Path) -> tuple[job_package.PackageContents, set[str]]:
+    found = job_package.package_contents(root, needed=root / "job.py", without=(root / "runs",))
+    uri, data = job_package.build_package(found)
+    assert job_package.build_package(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
     return found, set(zipfile.ZipFile(BytesIO(data)).namelist())
 
 
@@ -258,30 +262,95 @@ def test_credentials_and_what_is_outside_of_the_folder_stay_behind(
         ".gitignore", "job.py", "lib/helper.py", "lib/alias.py", "lib/environment.py", ".env.example"
     }  # fmt: skip
     assert found.credentials == (*secret, "lib/settings.txt")
-    assert found.links == ("lib/passwd",)
-    assert ".env, .env.prod" in str(found) and "links that leave the folder: lib/passwd" in str(found)
+    assert found.links == ("lib/folder", "lib/passwd")
+    assert ".env, .env.prod" in str(found) and "links that leave the folder: lib/folder, lib/passwd" in str(found)
+
+
+def make_repository(root: Path) -> None:
+    root.mkdir(parents=True)
+    (root / "model.py").write_text("model")
+    (root / "weights.bin").write_text("weights")
+    (root / ".gitignore").write_text("*.bin\n")
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_submodules_other_repositories_and_links_to_folders_are_packed(git: bool, tmp_path: Path) -> None:
+    root = folder(tmp_path / "in")
+    make_repository(tmp_path / "model")
+    if git:
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        for path in ("third/model", "absent"):
+            add = ["submodule", "--quiet", "add", str(tmp_path / "model"), path]
+            subprocess.run(["git", "-C", str(root), "-c", "protocol.file.allow=always", *add], check=True)
+        subprocess.run(["git", "-C", str(root), "submodule", "--quiet", "deinit", "-f", "absent"], check=True)
+    else:
+        make_repository(root / "third" / "model")
+    make_repository(root / "clone")
+    (root / "alias").symlink_to("third")
+    (root / "lib" / "loop").symlink_to("..")
+    _, names = packed(root)
+    expected = {
+        f"{place}/{name}" for place in ("third/model", "alias/model", "clone") for name in ("model.py", ".gitignore")
+    }
+    assert {name for name in names if name.startswith(("third", "alias", "clone", "lib/loop", "absent"))} == expected
+
+
+def test_where_git_fails_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder(tmp_path)
+    (root / ".git").mkdir()
+    with pytest.raises(ResourceError, match="ignored files would be sent") as caught:
+        packed(root)
+    assert "not a git repository" in str(caught.value.detail)
+    monkeypatch.setenv("PATH", os.devnull)
+    with pytest.raises(ResourceError, match="ignored files would be sent"):
+        packed(root)
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    Path(os.fsdecode(os.fsencode(root) + b"/caf\xe9.txt")).write_text("a")
+    with pytest.raises(ResourceError, match="not UTF-8"):
+        packed(root)
+
+
+def test_a_job_imports_from_the_packages_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_package_of_the_root.py").write_text("NAME = 'a'\n")
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "job.py").write_text("import my_package_of_the_root\nraise RuntimeError('was imported')\n")
+    options = SubmitOptions(file=str(tmp_path / "exp" / "job.py"), folder=str(tmp_path))
+    output = SubmitOutput(write_line=print, make_display=lambda: LogDisplay(print), attach_command="")
+    with pytest.raises(UserCodeError, match="was imported"):
+        Submission(options, "http://127.0.0.1:9", {}, output)
 
 
 def test_a_jobs_own_file_goes_whatever_it_is_called(tmp_path: Path) -> None:
     (tmp_path / ".config").mkdir()
     job = tmp_path / ".config" / "job.py"
     job.write_text("job")
-    assert job_submission.package_contents(tmp_path, needed=job).files == (".config/job.py",)
+    assert job_package.package_contents(tmp_path, needed=job).files == (".config/job.py",)
 
 
 def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_submission, "_LIMIT_BYTES", 10)
-    with pytest.raises(ResourceError, match=r"the largest are .*, lib \(13 B\)"):
+    with monkeypatch.context() as patched:
+        patched.setattr(job_package, "_FOLDER_BYTES", 10)
+        with pytest.raises(ResourceError, match=r"the largest are .*, lib \(13 B\)"):
+            packed(folder(tmp_path))
+    monkeypatch.setattr(job_package, "_ARCHIVE_BYTES", 10)
+    with pytest.raises(ResourceError, match=r"compressed, has .*the largest are .*, lib \(13 B\)"):
         packed(folder(tmp_path))
 
 
 def test_the_folder_is_the_files_own_or_one_around_it(tmp_path: Path) -> None:
     file = tmp_path / "in" / "job.py"
     assert (
-        job_submission.package_folder(str(file), None) == file.parent
-        and job_submission.package_folder(str(file), str(tmp_path)) == tmp_path
+        job_package.package_folder(str(file), None) == file.parent
+        and job_package.package_folder(str(file), str(tmp_path)) == tmp_path
     )
     with pytest.raises(JobError, match="is not in it"):
-        job_submission.package_folder(str(file), str(tmp_path / "other"))
+        job_package.package_folder(str(file), str(tmp_path / "other"))
