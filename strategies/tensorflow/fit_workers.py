@@ -37,7 +37,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
-from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, whole_batch
+from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, flat_logs, of_any_rows, whole_batch
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.gradient_rows import changed
@@ -129,7 +129,13 @@ def _all_gathered(value: Any) -> Any:
 
 
 class _Unsaved:
-    """Stands for the model in a ModelCheckpoint that does not write."""
+    """Stands for the model in a ModelCheckpoint that does not write, which still looks at the model's metrics."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -159,7 +165,6 @@ class _CompiledOnWorkers(CompiledModel):
             self.model.divide(sums.share)
         if type(self.model).test_step is keras.Model.test_step:
             self._check_metrics()
-        self._test_function: Any = None
 
     def make_functions(self) -> None:
         """Compile steps of all workers. A callback can still call `model.evaluate` by itself."""
@@ -177,18 +182,13 @@ class _CompiledOnWorkers(CompiledModel):
         ]
         with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
             model.make_train_function(force=True)
-        model.train_function = self._compiled(model.train_function)
+        self.train_function = self._compiled(model.train_function)
         with replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
             model.make_test_function(force=True)
-        self._test_function, model.test_function = self._compiled(model.test_function), None
+        self.test_function, model.test_function = self._compiled(model.test_function), None
 
     def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return step if self.model.run_eagerly else _of_any_rows(step)
-
-    @property
-    def test_function(self) -> Any:
-        """Evaluates a batch of all workers."""
-        return self._test_function
+        return step if self.model.run_eagerly else of_any_rows(step)
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
         """Return this worker's data of a step. Without a row of the batch, it is one of another batch."""
@@ -232,7 +232,7 @@ class _CompiledOnWorkers(CompiledModel):
         for variable in seeds:
             variable.assign_add(tf.constant([sums.rank * _SEED_STRIDE, 0], variable.dtype))
         with self._whole_losses(), self._whole_gradients():
-            logs = function(data)
+            logs = flat_logs(function(data))
         by_batch = self._by_batch
         found = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
         found += [sums.weighted(each - old) for each, old in zip(kept, before[len(metrics) :], strict=True)]
@@ -394,22 +394,7 @@ class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):
 def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:
     """Have a ModelCheckpoint decide, and write nothing."""
     set_model, callback.verbose = callback.set_model, 0
-    callback.set_model = lambda _: set_model(_Unsaved())
-
-
-def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
-    compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
-    traced: list[Any] = []
-
-    def call(batches: Any) -> Any:
-        (data,) = batches
-        if not traced:
-            specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
-            traced.append(compiled.get_concrete_function(specs))
-        return compiled(data)
-
-    return call
+    callback.set_model = lambda model: set_model(_Unsaved(model))
 
 
 def _as_float(value: Any) -> Any:

@@ -30,7 +30,12 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
-from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss_functions
+from trainwright.strategies.tensorflow.tensorflow_compat import (
+    global_seed_generator,
+    keras_mask,
+    loss_functions,
+    use_global_seeds,
+)
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.checkpoint_files import (
@@ -43,6 +48,8 @@ from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorF
 from trainwright.strategies.tensorflow.training.train_state import (
     KerasTrainState,
     build_model,
+    check_optimizer,
+    inner_optimizer,
     make_callbacks,
     seed_generators,
 )
@@ -65,6 +72,8 @@ class CompiledModel:
         sound: False after a failure that may have changed only a part of the state.
         callbacks: of the user's, on this worker, while there is a loop.
         callback_state: of a checkpoint, for callbacks that have not begun.
+        unseeded: Keras' generator of random numbers without `seed=`.
+        train_function, test_function: the compiled steps, of what `distributed` returns; see `make_functions`.
         carried: variables that Keras carries from step to step and does not save: the metrics of this epoch, random
             seeds, and other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
@@ -79,13 +88,18 @@ class CompiledModel:
         self.sound = True
         self.callbacks: Sequence[Any] = ()
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
+        self.train_function: Any = None
+        self.test_function: Any = None
+        self._compiled_from: tuple[Any, ...] = ()
         self.model = build_model(spec, strategy, plan, caller)
+        self.unseeded = global_seed_generator()
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
             self._compile()
         elif given:
             raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
         if not isinstance(self.model, CustomLoop):  # which builds its optimizers in its step
+            check_optimizer(self.optimizer, caller.where)
             with strategy.scope():
                 self.optimizer.build(self.model.trainable_variables)
         used: list[tf.Variable] = []
@@ -248,11 +262,11 @@ class CompiledModel:
         """Compile the steps of training and evaluation."""
         self.model.make_train_function()
         self.model.make_test_function()
-
-    @property
-    def test_function(self) -> Any:
-        """Evaluates what `distributed` returns."""
-        return self.model.test_function
+        fixed = self.strategy.num_replicas_in_sync > 1 or self.model.run_eagerly
+        steps = (self.model.train_function, self.model.test_function)
+        if self._compiled_from != steps:
+            self._compiled_from = steps
+            self.train_function, self.test_function = steps if fixed else map(of_any_rows, steps)
 
     def wished(self, feed: Feed) -> bool:
         """Return whether a worker requested a stop in the last step."""
@@ -312,11 +326,12 @@ class _FitLoop:
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
         begun = time.perf_counter()
+        use_global_seeds(compiled.unseeded)
         data = compiled.distributed(feed, training=True)
         self._begin(epoch, batch)
         before = self._seen()
         with TensorFlowUserCode("train_step()", compiled.caller.where):
-            logs = model.train_function(data)
+            logs = flat_logs(compiled.train_function(data))
         loss = self._loss_of(logs, before)
         phases = {COMPILED_PHASE: time.perf_counter() - begun}
         compiled.step = feed.step + 1
@@ -361,19 +376,32 @@ class _FitLoop:
         return sums[feed.step] if state else self._test(feed)
 
     def _begin(self, epoch: int, batch: int) -> None:
-        """Run the callbacks before a step."""
+        """Run the callbacks before a step. Where a run goes on, rates are those of its checkpoint."""
         with self._user:
             if not self._begun:
-                self._callbacks.on_train_begin()
+                with self._rates_kept(epoch > 0 or batch > 0):
+                    self._callbacks.on_train_begin()
                 restore_callbacks(self._given, self._compiled.callback_state)
                 self._compiled.callbacks = self._given
             if batch == 0:
                 self._model.reset_metrics()
             if batch == 0 or not self._begun:
-                self._callbacks.on_epoch_begin(epoch)
+                with self._rates_kept(batch > 0):
+                    self._callbacks.on_epoch_begin(epoch)
                 self._agree()
             self._callbacks.on_train_batch_begin(batch)
         self._begun = True
+
+    @contextmanager
+    def _rates_kept(self, kept: bool) -> Iterator[None]:
+        """Set the learning rates after the block to those before it, if they are to be kept."""
+        every = map(inner_optimizer, self._optimizers)
+        rules = [rule for rule in every if isinstance(rule._learning_rate, keras.Variable)]
+        rates = [_number(rule.learning_rate) for rule in rules] if kept else []
+        yield
+        for rule, rate in zip(rules, rates, strict=False):
+            if _number(rule.learning_rate) != rate:
+                rule.learning_rate = rate
 
     def _end_epoch(self, epoch: int, found: dict[str, Any]) -> dict[str, Any]:
         """Run the validation, and log the epoch."""
@@ -418,10 +446,9 @@ class _FitLoop:
                 logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
             else:
                 logs = self._compiled.test_function(self._compiled.distributed(feed, training=False))
-        if replicas > 1:
-            logs = self._results(logs)
+        logs = self._results(logs) if replicas > 1 else flat_logs(logs)
         seen = self._tested_rows + rows
-        found = {name: float(value) for name, value in logs.items()}
+        found = _numbers(logs)
         before = {name: value * self._tested_rows for name, value in self._tested.items()}
         self._tested, self._tested_rows = found, seen
         return MetricSums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
@@ -544,6 +571,21 @@ def _repeated(row: Batch, rows: int) -> Batch:
     )
 
 
+def of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
+    compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
+    traced: list[Any] = []
+
+    def call(batches: Any) -> Any:
+        (data,) = batches
+        if not traced:
+            specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
+            traced.append(compiled.get_concrete_function(specs))
+        return compiled(data)
+
+    return call
+
+
 def _build_once(build: Callable[[Any], None], variables: Any) -> None:
     """Call an optimizer's build outside all replicas and graphs, once all replicas have reached it."""
 
@@ -589,8 +631,22 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
 
 def _logged(results: Mapping[str, Any]) -> MetricSums:
     """Return the values of an epoch as the history has them: single numbers beside its own columns."""
-    numbers = {name: np.asarray(value) for name, value in results.items() if not log_name_problem(name)}
-    return MetricSums(totals={name: (float(value), 1.0) for name, value in numbers.items() if value.ndim == 0})
+    named = {name: value for name, value in results.items() if not log_name_problem(name)}
+    return MetricSums(totals={name: (value, 1.0) for name, value in _numbers(named).items()})
+
+
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs with those of dicts in them, as Keras does: the result of `compile_metrics` is a dict."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        found |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the single numbers among logs. A metric can have several, such as one for each class."""
+    arrays = {name: np.asarray(value) for name, value in logs.items()}
+    return {name: float(value.item()) for name, value in arrays.items() if value.size == 1}
 
 
 def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:

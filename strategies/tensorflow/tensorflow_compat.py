@@ -12,12 +12,24 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import losses as _losses
+from keras.src.backend.common import global_state
 from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
 from keras.src.models.functional import Functional as Functional
+from keras.src.random import seed_generator
 from keras.src.saving import object_registration
 from tensorflow.python.eager.context import Context
 
 loss_functions = _losses.loss  # the module of `reduce_values` and `apply_mask`
+
+
+def use_global_seeds(generator: Any) -> None:
+    """Have Keras draw random numbers without `seed=` from a generator in this thread; from a new one if it is None."""
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
+def global_seed_generator() -> Any:
+    """Return this thread's generator of random numbers without `seed=`."""
+    return seed_generator.global_seed_generator()
 
 
 def before_first_use(call: Callable[[], None]) -> None:

@@ -267,6 +267,7 @@ _CARRIED: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (keras.callbacks.EarlyStopping, ("best", "best_epoch", "best_weights", "stopped_epoch", "wait")),
     (keras.callbacks.ReduceLROnPlateau, ("best", "cooldown_counter", "wait")),
     (keras.callbacks.ModelCheckpoint, ("best", "_batches_seen_since_last_saving", "_last_batch_seen")),
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
 

@@ -29,7 +29,9 @@ from trainwright.core.data import (
     noise_is_due,
 )
 from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
+from trainwright.strategies.tensorflow.tensorflow_compat import use_global_seeds
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
 from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
@@ -37,6 +39,7 @@ from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorF
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica
 
 _SEED_WORD = 2**31 - 1
+_SEED_STATE = "seed_generator_state"  # the name of the variable of a SeedGenerator
 
 
 class MicroBatch(NamedTuple):
@@ -339,11 +342,12 @@ def run_micro_batch(
         state: values of the other variables.
         scaled: (weighted sum of losses) -> the value of which gradients are computed.
     """
+    use_global_seeds(replica.unseeded)  # each replica may have a thread of its own
     before = zip(replica.state, state, strict=True)
     named = zip(replica.model.trainable_variables, trained, strict=True)
     with tf.GradientTape() as tape:
         tape.watch(trained)
-        scope = keras.StatelessScope([*_seed_values(replica.seeds, micro.seed), *before, *named], collect_losses=True)
+        scope = _Scope([*_seed_values(replica.seeds, micro.seed), *before, *named])
         with scope:
             if replica.spec.step:
                 logged = caller.step_terms(replica.model, micro.columns, micro.weights)
@@ -351,12 +355,35 @@ def run_micro_batch(
             else:
                 logged = {}
                 values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
+        scope.check(replica.where)
         objective = scaled(tf.reduce_sum(values * weights))
     found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     after = [scope.get_current_value(variable) for variable in replica.state]
     after = [old if new is None else new for old, new in zip(state, after, strict=True)]
     sums = {name: tf.stack((_sum(each.values * each.weights), _sum(each.weights))) for name, each in logged.items()}
     return MicroOutcome(losses=values, weights=weights, gradients=found, state=after, logged=sums)
+
+
+class _Scope(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types
+    """A scope that notices a generator whose new state is dropped: it would draw the same numbers in each step."""
+
+    def __init__(self, state: Iterable[tuple[Any, Any]]) -> None:
+        super().__init__(state, collect_losses=True)
+        self._drops_seed = False
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Take over the new value of a variable."""
+        variable, _ = update
+        self._drops_seed |= id(variable) not in self.state_mapping and variable.name == _SEED_STATE
+        super().add_update(update)
+
+    def check(self, where: str) -> None:
+        """Raise JobError if a generator's state was dropped."""
+        if self._drops_seed:
+            problem = "a keras.random.SeedGenerator draws numbers in a step, and no layer holds it"
+            raise JobError(
+                [f"{problem}: make it an attribute of a layer or of the model, or leave seed= out"], where=where
+            )
 
 
 def logged_sums(found: Iterable[Mapping[str, Any]]) -> MetricSums:

@@ -14,6 +14,7 @@ from trainwright.core.data import Batch, fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow.tensorflow_compat import global_seed_generator, use_global_seeds
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
@@ -58,6 +59,7 @@ class KerasReplica:
         optimizer: the user's optimizer.
         step: completed steps; None before the first step or load.
         sound: False if the optimizer may have updated only some variables.
+        unseeded: Keras' generator of random numbers without `seed=`.
         slots: variables of the optimizer for each trained variable, in the order in which they were made.
         carried: variables that neither model nor optimizer saves, by name. None here: random numbers follow from seed
             and step.
@@ -75,6 +77,7 @@ class KerasReplica:
         self.carried: Mapping[str, list[tf.Variable]] = {}
         self.sum_options = sum_options(plan)
         self.model = build_model(spec, strategy, plan, caller)
+        self.unseeded = global_seed_generator()
         with self.strategy.scope():
             with TensorFlowUserCode("optimizer()", self.where):
                 self.optimizer = self.spec.make_optimizer(
@@ -91,6 +94,10 @@ class KerasReplica:
         self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
+        check_optimizer(self.optimizer, self.where)
+        if callable(rule._learning_rate) and not self.own_schedule:
+            problem = "the optimizer's learning rate is a function: use schedule=, or a LearningRateSchedule of Keras"
+            raise JobError([problem], where=self.where)
         self.initial_rate = None if self.own_schedule else float(self._rate())
         self.seeds = [generator.state for generator in seed_generators(self.model)]
         drawn = {id(seed) for seed in self.seeds}
@@ -135,6 +142,7 @@ class KerasReplica:
             assert callable(self.spec.schedule), "`ModelSpec.check` refuses several functions"
             with TensorFlowUserCode("schedule=", self.where):
                 rate *= float(self.spec.schedule(step, self.spec.total_steps))
+        if self.spec.schedule is not None or float(self._rate()) != rate:  # a checkpoint may hold another
             with self.strategy.scope():
                 self.optimizer.learning_rate = rate
         return rate
@@ -153,6 +161,14 @@ def _with_loss_scale(optimizer: Any, model: keras.Model) -> Any:
     if scaled or model.dtype_policy.name != "mixed_float16":
         return optimizer
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
+
+def check_optimizer(optimizer: Any, where: str) -> None:
+    """Raise JobError for an optimizer with several learning rates."""
+    if isinstance(inner_optimizer(optimizer), getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise JobError(
+            ["a MultiOptimizer has several learning rates, and a run has one: use one optimizer"], where=where
+        )
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -183,6 +199,7 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
     """Build the job's model in the strategy's scope, with all variables; see `KerasReplica` for arguments."""
     keras.utils.set_random_seed(fold_seed(spec.seed, -1) % 2**_SEED_BITS)
     with strategy.scope(), _policy(plan):
+        use_global_seeds(None)
         with TensorFlowUserCode("model()", caller.where):
             model = spec.model()
         if not isinstance(model, keras.Model):
@@ -191,6 +208,7 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
         _check_batch_norms(model, spec, plan, caller.where)
         if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
             _call_once(model, spec.sample(), caller)
+        global_seed_generator()  # makes its variable here, unless the model did
     if not model.trainable_variables:
         raise JobError(
             ["model() has no variables that can be trained: build the model, or call it once"], where=caller.where
@@ -257,6 +275,7 @@ def _check_batch_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: s
 
 
 def seed_generators(model: keras.Model) -> Iterator[Any]:
-    """Return the seed generators of all layers."""
+    """Return the seed generators of all layers, and Keras' own for random numbers without `seed=`."""
     for layer in model._flatten_layers():
         yield from layer._seed_generators
+    yield global_seed_generator()

@@ -119,6 +119,7 @@ def callbacks(folder: str) -> list[Any]:
         keras.callbacks.EarlyStopping("val_loss", min_delta=0.004, patience=3, restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.3, patience=1, min_delta=0.004),
         keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(f"{folder}/right.keras", "val_accuracy", save_best_only=True),
         keras.callbacks.CSVLogger(f"{folder}/log.csv"),
         keras.callbacks.TensorBoard(f"{folder}/curves"),
     ]
