@@ -320,7 +320,8 @@ def predict(
 
     The parts, in the order of their names, hold the samples in order: `sample` (int64, the row number), the kept
     columns, then `output`, or one column for each of several outputs. A part appears when it is complete; the same call
-    continues an interrupted one and computes only missing parts.
+    continues an interrupted one and computes only missing parts. The data is compared by names and sizes of its files
+    and by a few of its rows: use `fresh` after you changed single rows.
 
     Args:
         data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.

@@ -54,10 +54,13 @@ from trainwright.datasets.ops.row_transforms import (
 )
 from trainwright.datasets.ops.samplers import LengthBucketSampler, SampledSource, Sampler, WeightedSampler
 from trainwright.datasets.ops.zip_columns import zip_datasets
-from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.row_reader import RowReader, read_single_rows
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
 __all__ = ["Dataset", "Field", "Index", "first_batch", "first_row", "parquet", "table", "transformed_fields"]
+
+
+_HASHED_ROWS = 8  # each may take the reading of a row group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +275,32 @@ class Dataset:
     def index(self) -> Index:
         """Look at the source: rows, row groups, columns. Raises DataError for anything wrong with it."""
         return self.source.index()
+
+    def sampled_hash(self, index: Index, columns: Iterable[str] | None) -> str:
+        """Return a SHA-256 over the content of a few rows of the source, spread over all of them.
+
+        The hash of an index tells the names and sizes of files, which stay the same where files are rewritten. Rows
+        that are filtered, packed or sampled are those that they come from. Empty where rows are random, have no numbers
+        or are in Ray: the index hashes what can be known of them.
+
+        Args:
+            index: of this data set.
+            columns: that are needed; None for all.
+
+        Raises:
+            DataError: a row cannot be read.
+        """
+        source = self.source
+        if isinstance(source, DerivedSource) and index.base is not None:
+            return source.base.sampled_hash(index.base, None)
+        if isinstance(source, SampledSource) and index.base is not None:
+            return replace(self, source=source.whole).sampled_hash(index.base, columns)
+        if source.streamed or isinstance(source, SequentialSource):
+            return ""
+        loader, names = source.open(index), self.source_columns(index, columns)
+        rows = np.unique(np.linspace(0, index.rows - 1, _HASHED_ROWS).astype(np.int64))
+        found = TableSource(arrays=read_single_rows(loader, index, names, rows))
+        return "" if loader.varying else found.index().hash
 
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
         """Columns to read so that `columns` can be given; DataError for one that is not there."""

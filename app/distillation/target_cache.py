@@ -92,10 +92,12 @@ def _target_request(
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
     subject.check(index, ())
     row_bytes = _target_row_bytes(teacher, data, index, form)
-    to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
+    content = subject.content_hash(index)
+    to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, content, form)}"
     return prediction_request(
-        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes
-    )
+        subject, index=index, content=content, to=to, columns=columns, form=filing, range_rows=range_rows,
+        row_bytes=row_bytes,
+    )  # fmt: skip
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
@@ -142,9 +144,9 @@ def _same(first: Any, second: Any) -> bool:
     return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
 
 
-def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: TargetEncoding) -> str:
+def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, content: str, form: TargetEncoding) -> str:
     """Return the folder's name, from the checksums of the teacher's weights and of the data."""
-    rows = hash_parts([index.hash, state_relevant_fields(subject.facts(index))["train"]])
+    rows = hash_parts([index.hash, content, state_relevant_fields(subject.facts(index))["train"]])
     layers = f"-{hash_parts(teacher.layers)[:6]}" if teacher.layers else ""
     kept = re.sub(r"\W", "", str(form))
     return f"{teacher.name}-{subject.sha256[:_LETTERS]}-{rows[:_LETTERS]}-{kept}{layers}"

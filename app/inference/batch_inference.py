@@ -120,6 +120,7 @@ def prediction_request(
     keep: tuple[str, ...] = (),
     form: OutputTransform | None = None,
     index: Index | None = None,
+    content: str | None = None,
     range_rows: int | None = None,
     row_bytes: int = 0,
     fresh: bool = False,
@@ -133,6 +134,7 @@ def prediction_request(
         keep: columns of the data set that go with them.
         form: in which outputs are written; its text is compared.
         index: of the data set, where it is known.
+        content: `subject.content_hash` of it, where it is known.
         range_rows: rows of a part, at most; by default as they are there, or by the size of a row.
         row_bytes: of what is written for a row, where that may be much.
         fresh: compute again what the folder holds.
@@ -147,7 +149,12 @@ def prediction_request(
     folder = open_store(to)
     stored = None if fresh else folder.find(MANIFEST)
     old = PredictionManifest.decode(stored, folder.uri_of(MANIFEST)) if stored is not None else None
-    asked = _manifest(subject, index, columns=columns, keep=keep, form="" if form is None else str(form))
+    asked = PredictionManifest(
+        run=subject.job.name, checkpoint=subject.weights.checkpoint.path if subject.weights else "",
+        checkpoint_sha256=subject.sha256, step=subject.step, job=subject.facts(index), data_sha256=index.hash,
+        content_sha256=subject.content_hash(index, keep) if content is None else content, rows=index.rows,
+        columns=columns, keep=keep, range_rows=0, form="" if form is None else str(form),
+    )  # fmt: skip
     asked = replace(asked, range_rows=range_rows or (old.range_rows if old else default_range_rows(index, row_bytes)))
     if old is not None:
         old.check(asked, folder.uri)
@@ -155,14 +162,6 @@ def prediction_request(
     return PredictionRequest(
         subject=subject, index=index, folder=folder, manifest=asked, form=form, ranges=ranges,
         waiting=_waiting(ranges, folder, known=old is not None, fresh=fresh),
-    )  # fmt: skip
-
-
-def _manifest(subject: InferenceModel, index: Index, **request: Any) -> PredictionManifest:
-    checkpoint = subject.weights.checkpoint.path if subject.weights else ""
-    return PredictionManifest(
-        run=subject.job.name, checkpoint=checkpoint, checkpoint_sha256=subject.sha256, step=subject.step,
-        job=subject.facts(index), data_sha256=index.hash, rows=index.rows, range_rows=0, **request,
     )  # fmt: skip
 
 
@@ -400,6 +399,7 @@ class PredictionManifest:
     keep: tuple[str, ...]  # columns of the data set that are kept
     range_rows: int  # rows of a range, at most
     form: str = ""  # in which the outputs are kept; empty for as they are
+    content_sha256: str = ""  # of a few rows (`Dataset.sampled_hash`)
 
     @property
     def who(self) -> str:
@@ -428,7 +428,7 @@ class PredictionManifest:
         old, new = asdict(self), asdict(asked)
         lines = [line.replace("train: ", "data: ", 1) for line in description_changes(old.pop("job"), new.pop("job"))]
         for facts in (old, new):
-            facts.update({name: facts[name][:12] for name in ("data_sha256", "checkpoint_sha256")})
+            facts.update({name: facts[name][:12] for name in ("data_sha256", "content_sha256", "checkpoint_sha256")})
         return lines + [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
 
     def check(self, asked: PredictionManifest, folder: str) -> None:

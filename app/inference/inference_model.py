@@ -58,6 +58,12 @@ class InferenceModel:
         """Return the facts that determine the outputs, in words."""
         return select_fields(describe(self.job.replace(model=self.architecture), train=index), _FACTS)
 
+    def content_hash(self, index: Index, keep: tuple[str, ...] = ()) -> str:
+        """Return a hash of what a few rows hold in the columns that are read. Raises DataError."""
+        data: Dataset = self.job.train
+        columns = self.job.columns
+        return data.sampled_hash(index, None if columns is None else dict.fromkeys((*columns, *keep)))
+
     def check(self, index: Index, keep: tuple[str, ...]) -> None:
         """Raise JobError for a column that is not in the data."""
         fields = transformed_fields(self.job.train, index)

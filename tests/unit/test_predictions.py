@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
+from tests.support.prediction_jobs import columns_of, train
+from tests.support.prediction_jobs import job as trained_job
 from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest as Files
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.data_source import Index, RowGroup
+from trainwright.datasets.formats.parquet_writer import tensor_column
+from trainwright.distillation.target_cache import _target_request
 from trainwright.inference.actor_pool import RangeQueue
+from trainwright.inference.batch_inference import MANIFEST as MANIFEST_FILE
 from trainwright.inference.batch_inference import (
     PredictionManifest,
+    PredictionRequest,
     default_range_rows,
     missing_ranges,
+    prediction_request,
     split_ranges,
 )
+from trainwright.inference.inference_model import trained_inference_model
 from trainwright.inference.prediction_worker import (
     CheckpointWeights,
     Predictor,
@@ -124,6 +133,7 @@ def test_a_manifest_is_read_back_and_agrees_wherever_the_data_lies() -> None:
             "data: parquet('/one/place'), data 0123abcd -> table(x), data ffff0000",
         ),
         ({"data_sha256": "c" * 64}, "data_sha256: bbbbbbbbbbbb -> cccccccccccc"),
+        ({"content_sha256": "d" * 64}, "content_sha256:  -> dddddddddddd"),
         ({"columns": ()}, "columns: ('logits',) -> ()"),
         ({"keep": ("id", "y")}, "keep: ('id',) -> ('id', 'y')"),
         ({"range_rows": 20}, "range_rows: 10 -> 20"),
@@ -149,6 +159,74 @@ def test_a_newer_checkpoint_is_refused_and_the_older_one_offered() -> None:
 def test_what_is_no_manifest_is_told(data: bytes) -> None:
     with pytest.raises(StorageError, match="manifest cannot be read"):
         PredictionManifest.decode(data, "out")
+
+
+def write_text(path: Path, numbers: np.ndarray) -> tw.datasets.Dataset:
+    path.mkdir()
+    (path / "a.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return tw.datasets.text(str(path / "a.txt"))
+
+
+def write_images(path: Path, numbers: np.ndarray) -> tw.datasets.Dataset:
+    for place, number in enumerate(numbers):
+        (path / "one").mkdir(parents=True, exist_ok=True)
+        (path / "one" / f"{place}.png").write_bytes(bytes([number]))
+    return tw.datasets.images(str(path))
+
+
+def write_parquet(path: Path, numbers: np.ndarray) -> tw.datasets.Dataset:
+    path.mkdir()
+    for place, part in enumerate(np.split(numbers, 2)):
+        table = pa.table({"x": tensor_column(part[:, None].astype(np.float32).repeat(4, 1))})
+        pq.write_table(table, path / f"{place}.parquet", row_group_size=3, compression="none", use_dictionary=False)
+    return tw.datasets.parquet(str(path))
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_text, write_images])
+def test_rewritten_files_of_the_same_size_are_other_data_and_a_copy_is_not(
+    tmp_path: Path, write: Callable[[Path, np.ndarray], tw.datasets.Dataset]
+) -> None:
+    rows = np.arange(20) + 10
+    first = write(tmp_path / "a", rows)
+    derived: list[Callable[[tw.datasets.Dataset], tw.datasets.Dataset]] = [
+        lambda data: data,
+        lambda data: data.filter(keeps),
+        lambda data: data.weighted(np.ones(20)),
+        lambda data: tw.datasets.split(data, {"a": 0.5, "b": 0.5})["a"],
+    ]
+    for derive in derived:
+        hashes = {}
+        for name, numbers in (("copy", rows), ("reversed", rows[::-1]), ("scaled", rows * 2 + 20)):
+            place = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+            data, one = derive(write(place, numbers)), derive(first)
+            assert data.index().hash == one.index().hash, "of runs: it tells nothing of the content"
+            hashes[name] = data.sampled_hash(data.index(), None) == one.sampled_hash(one.index(), None)
+        assert hashes == {"copy": True, "reversed": False, "scaled": False}
+
+
+def keeps(row: dict[str, Any]) -> bool:
+    return True
+
+
+def test_predictions_and_targets_of_rewritten_files_are_not_reused(tmp_path: Path) -> None:
+    chosen = trained_job(tmp_path)
+    train(chosen, 1, columns_of)
+    teacher = tw.Teacher(name="t", job=chosen)
+
+    def target_folder(data: tw.datasets.Dataset) -> str:
+        return _target_request(teacher, data, folder=str(tmp_path / "targets"), keep="fp16").folder.uri
+
+    def request(data: tw.datasets.Dataset) -> PredictionRequest:
+        return prediction_request(trained_inference_model(chosen, data), to=str(tmp_path / "out"))
+
+    first, copy = (write_parquet(tmp_path / name, np.arange(20)) for name in "ab")
+    other = write_parquet(tmp_path / "c", np.arange(20) * 2)
+    question = request(first)
+    question.folder.put(MANIFEST_FILE, question.manifest.encode())
+    request(copy)
+    with pytest.raises(RunConflict, match=r":\n    content_sha256: \w{12} -> \w{12}\n "):
+        request(other)
+    assert target_folder(first) == target_folder(copy) != target_folder(other)
 
 
 # --- work -------------------------------------------------------------------------------------------------------------
