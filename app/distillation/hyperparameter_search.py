@@ -39,7 +39,7 @@ from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
-from trainwright.tuning.trials import SearchMetric, fixed_layout, train_trials
+from trainwright.tuning.trials import SearchMetric, delete_search, fixed_layout, train_trials
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -175,13 +175,13 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
 
     Raises:
         JobError: students, teachers and their layers do not match.
-        RunConflict: the name belongs to another search.
+        RunConflict: the name belongs to another search; or, with `fresh`, one of its runs has a driver that is alive.
         Stopped: a signal came; the runs have taken a checkpoint.
         TrainwrightError: a run failed, or the cluster has no room for it.
     """
-    store = open_store(search.folder)
     if fresh:
-        store.delete_folder("")
+        delete_search(search.student.storage, search.run_name)
+    store = open_store(search.folder)
     train_teachers(search.distillation.teachers, verbose=verbose)
     _check_past(search, store, resume)
     if (past := store.find(_RESULT_FILE)) is not None:

@@ -18,6 +18,7 @@ from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.run_history import read_history
 from trainwright.runtime.run_handle import Run
 from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_control import check_ended
 from trainwright.storage.run_log import RunLog
 from trainwright.tuning.parallel_runs import train_in_parallel
 
@@ -65,6 +66,19 @@ def final_metric(store: Store, run: str, metric: str) -> float | None:
         return None
     last = max(read_history(store, run).evaluated, key=lambda each: each.step, default=None)
     return last.metrics.get(metric) if last is not None and last.step >= head.checkpoints[-1].step else None
+
+
+def delete_search(storage: str, name: str) -> None:
+    """Delete the folder of a search with all its runs.
+
+    Raises:
+        RunConflict: the driver of a run is alive; nothing is deleted.
+        StorageError: the store cannot be used.
+    """
+    store = open_store(storage)
+    runs = open_store(store.uri_of(name))
+    check_ended(runs, runs.folders())
+    store.delete_folder(name)
 
 
 class TrialWatcher:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +15,15 @@ from torch.nn import functional
 
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright.core.errors import JobError
+from tests.support.run_views import record
+from tests.support.sample_run import whole_run
+from tests.support.small_distillation import wide
+from trainwright.core.errors import JobError, RunConflict
+from trainwright.distillation import hyperparameter_search
 from trainwright.distillation.hyperparameter_search import Score, SearchResult, Setting
 from trainwright.reporting.scorecard import ModelScore, Scorecard, StudentTeacherScore
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_log import RunLog
 
 DATA = tw.datasets.table(torch_jobs.data())
 
@@ -76,6 +84,28 @@ def test_settings_are_all_pairs_with_their_losses() -> None:
     assert (loss.temperature, loss.alpha, loss.divergence) == (2.5, 0.25, "reverse_kl")
     assert setting.text == "T = 2.5, alpha = 0.25"
     assert search.run_name == "small-search" and search.seed_values == (4, 5)
+
+
+def test_a_search_from_the_beginning_deletes_its_folder_alone_and_nothing_while_a_run_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hyperparameter_search, "_train", Mock(side_effect=InterruptedError))
+    uri = str(tmp_path)
+    teacher = tw.Teacher(name="big", model=wide, inputs="x")
+    search = tw.Search(distillation=distillation(student(storage=uri), teachers=(teacher,), way="inline"))
+    with pytest.raises(InterruptedError):
+        tw.search(search, fresh=True)  # there is nothing to delete yet
+    store = open_store(search.folder)
+    record(search.folder, whole_run()[:5], name="t1-alpha0.1-seed4")  # this process is its driver
+    store.put("found.json", b"old")
+    open_store(uri).put("other/notes.txt", b"of the user")
+    with pytest.raises(RunConflict, match=r"run 't1-alpha0\.1-seed4' is running"):
+        tw.search(search, fresh=True)
+    assert store.find("found.json") == b"old"
+    RunLog(store, "t1-alpha0.1-seed4").release(1, "stopped")
+    with pytest.raises(InterruptedError):
+        tw.search(search, fresh=True)
+    assert [path for path, _ in store.list()] == ["search.json"] and open_store(uri).find("other/notes.txt")
 
 
 SCORES = Scorecard(
