@@ -85,6 +85,32 @@ def test_metrics_of_each_student() -> None:
     assert list(student_metrics({"accuracy": right}, pair.alone("one"))) == ["accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "mean", "shape"),
+    [
+        ("classification", nn.CrossEntropyLoss, (4,)),
+        ("regression", nn.MSELoss, (4, 3)),
+        ("multi_label", nn.BCEWithLogitsLoss, (4, 3)),
+    ],
+)
+def test_a_mean_of_torchs_own_is_taken_apart_as_in_a_job_without_teachers(kind: Any, mean: Any, shape: Any) -> None:
+    random = np.random.default_rng(9)
+    outputs, teacher, numbers = torch.tensor(random.normal(size=(3, 4, 3)))
+    label = numbers.argmax(1) if kind == "classification" else numbers.sigmoid()
+    fields: dict[str, Any] = {
+        "soft": SoftLoss(kind=kind, alpha=0.3), "targets": TWO, "labels": ("y",), "teachers": ("big",),
+    }  # fmt: skip
+    found = DistillationLoss(hard=mean(), **fields)
+    expected = DistillationLoss(hard=mean(reduction="none"), **fields)
+    result = found(outputs, (label, teacher))
+    values = result.values if isinstance(result, Terms) else result
+    assert torch.equal(values, expected(outputs, (label, teacher)))
+    assert not isinstance(result, Terms) or result.weights.tolist() == [1.0] * 4
+    metric = student_metrics({"mean": mean()}, found)["mean"](outputs, (label, teacher))
+    values = metric.values if isinstance(metric, Terms) else metric
+    assert tuple(values.shape) == shape and torch.equal(values, mean(reduction="none")(outputs, label))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

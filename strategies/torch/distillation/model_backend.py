@@ -25,6 +25,7 @@ from trainwright.strategies.distillation.multi_student import Builder, Names, Re
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, ToArray
 from trainwright.strategies.torch.torch_compat import tree_leaves
 from trainwright.strategies.torch.training import batch_tensors as batches
+from trainwright.strategies.torch.training.batch_losses import per_sample
 from trainwright.strategies.torch.training.evaluation import LOSS, flat_outputs
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 from trainwright.strategies.torch.training.objective import JobFunctions
@@ -346,7 +347,7 @@ TENSORS = TensorOps(
     near=lambda value, like: value.detach().to(like.device, like.dtype),
     held=Tensor.detach,
     precisely=_precisely,
-    called=lambda function, outputs, targets, **_: outputs_first(function)(outputs, targets),
+    called=lambda function, outputs, targets, **_: outputs_first(per_sample(function))(outputs, targets),
     answers=_answers,
     log_softmax=lambda logits: torch.log_softmax(logits, -1),
     log_sigmoid=nn.functional.logsigmoid,
