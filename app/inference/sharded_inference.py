@@ -187,7 +187,8 @@ class ShardedModel:
         for slot in range(self._plan.workers):
             placed = WORKER_ACTOR.options(scheduling_strategy=self._placement.of(slot), **options)
             # The actor is not detached: Ray ends it with this process.
-            self._actors.append(placed.remote(self._config, WorkerSlot(worker=slot, slot=slot, run=self._run), TOKEN))
+            own = WorkerSlot(worker=slot, slot=slot, bundle=slot, run=self._run)
+            self._actors.append(placed.remote(self._config, own, TOKEN))
         limit_s = self._job.start_deadline_s(discover(possible=True))
         late = ResourceError(
             f"the cluster did not start {self._plan.workers} workers within {limit_s:g} s",

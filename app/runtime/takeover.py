@@ -92,6 +92,7 @@ class TakeoverAnswer:
 
     living: SurvivingWorker | None = None
     node_id: str = ""
+    bundle: int = 0  # slot in whose bundle it was placed
     group: PlacementGroup | None = None
     trouble: str = ""
 
@@ -103,6 +104,7 @@ class _TakenOverWorker:
     living: SurvivingWorker
     actor: Any
     node_id: str
+    bundle: int  # slot in whose bundle it was placed
     group: PlacementGroup
 
 
@@ -185,7 +187,13 @@ def take_over(
             foreign.append(actor)
         else:
             survivors.append(
-                _TakenOverWorker(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group)
+                _TakenOverWorker(
+                    living=answer.living,
+                    actor=actor,
+                    node_id=answer.node_id,
+                    bundle=answer.bundle,
+                    group=answer.group,
+                )
             )
     kept = [kept for _, kept in _collect_answers([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
     sealed = [found for found in kept if isinstance(found, MemoryCheckpoint)]

@@ -77,7 +77,8 @@ class WorkerSlot:
     """The place of a worker process in the run."""
 
     worker: int
-    slot: int | None  # slot whose bundle it holds; None for a warm standby
+    slot: int | None  # slot of its rank; None for a warm standby
+    bundle: int  # slot in whose bundle it was placed; a warm standby shares it
     run: str  # the run's name in the cluster
     # ids of accelerators that another process holds for it; None if Ray gives the process its own
     lent: tuple[str, ...] | None = None
@@ -285,7 +286,8 @@ class WorkerProcess(WorkerCalls):
             waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place), home=here.get_node_id(),
             plan=plan, step=step,
         )  # fmt: skip
-        return TakeoverAnswer(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
+        group = ray.util.get_current_placement_group()
+        return TakeoverAnswer(living=living, node_id=here.get_node_id(), bundle=place.bundle, group=group)
 
     def _refusal(self, token: int) -> CallFailure | None:
         refusal = super()._refusal(token)

@@ -162,7 +162,7 @@ class WorkerRegistry:
         )
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
-        self._slots: dict[int, int] = {}  # by worker
+        self._slots: dict[int, int] = {}  # in whose bundle it was placed, by worker
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
         self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=room is None)
@@ -213,7 +213,7 @@ class WorkerRegistry:
             return
         self._slots[effect.worker] = effect.slot
         own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
-        berth = WorkerSlot(worker=effect.worker, slot=own, run=self.name, lent=lent)
+        berth = WorkerSlot(worker=effect.worker, slot=own, bundle=effect.slot, run=self.name, lent=lent)
         actor = self._rooms.process(effect.slot)
         if actor is None:
             options = self._rooms.options(effect.slot, beside=effect.beside)
@@ -312,13 +312,12 @@ class WorkerRegistry:
         """Take over the survivors of the previous driver, and start the heartbeats."""
         self._keepers = dict(found.keepers)
         for survivor in found.workers:
-            worker, slot = survivor.living.worker, survivor.living.slot
+            worker = survivor.living.worker
             self._actors[worker] = survivor.actor
             self._nodes[worker] = (survivor.living.node, survivor.node_id)
-            if slot is not None:
-                self._slots[worker] = slot
-                self._rooms.inherit(slot, survivor.group)
-                self._rooms.found(slot, survivor.node_id)
+            self._slots[worker] = survivor.bundle
+            self._rooms.inherit(survivor.bundle, survivor.group)
+            self._rooms.found(survivor.bundle, survivor.node_id)
             self._await_end(worker)
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
 

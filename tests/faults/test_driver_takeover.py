@@ -26,19 +26,22 @@ from trainwright.storage.run_log import RunLog
 def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(
     folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:
-    file = killed_driver(folder, tmp_path, workers=3)
+    file = killed_driver(folder, tmp_path, workers=3, spares=1, step_s=1.0)
     before: Any = told(folder, "faulty", events.Placed)
     pids = {event.worker: event.pid for event in before}
-    os.kill(pids[1], signal.SIGKILL)
+    for worker in (1, 2):
+        os.kill(pids[worker], signal.SIGKILL)
     (tmp_path / "quick").touch()
     code, _, err = processes.finish("fit", file, cluster=processes.address())
     assert code == 0 and "took over 2 workers" in err, err
     assert final_state(folder, "faulty") == unbroken(3)
     formed: Any = told(folder, "faulty", events.Formed)
     assert [event.source for event in formed] == ["initial", "replica"]
-    assert (formed[1].survivors, formed[1].steps_lost) == (2, 0) and formed[1].step >= 5
+    assert (formed[1].survivors, formed[1].steps_lost) == (1, 0) and formed[1].step >= 5
     placed: Any = told(folder, "faulty", events.Placed)[len(before) :]
-    assert {event.worker: event.pid for event in placed if event.worker in pids} == {0: pids[0], 2: pids[2]}
+    assert {event.worker: event.pid for event in placed if event.worker in pids} == {0: pids[0], 3: pids[3]}
+    promoted: Any = told(folder, "faulty", events.Promoted)
+    assert [(event.worker, event.rank) for event in promoted] == [(3, 1)], "a new process takes the other rank"
     assert not lasting_actors()
 
 

@@ -36,15 +36,20 @@ def steps_told(folder: Path) -> int:
     return max((event.step[-1] for event in found if event.step), default=0)
 
 
-def killed_driver(folder: Path, tmp_path: Path, **fields: object) -> Path:
-    """A run whose driver was killed after some steps; no checkpoint but the last.
+def _standbys_up(folder: Path) -> int:
+    found: Any = told(folder, "faulty", events.Placed)
+    return sum(event.spare for event in found)
+
+
+def killed_driver(folder: Path, tmp_path: Path, *, spares: int = 0, step_s: float = STEP_S, **fields: object) -> Path:
+    """A run whose driver was killed after some steps, when its standbys were up; no checkpoint but the last.
 
     What this driver and the next one send to several workers lies in Ray's object store, and goes with its driver.
     """
-    file = processes.write_job(tmp_path, folder, step_s=STEP_S, checkpoint_steps=1000, **fields)
+    file = processes.write_job(tmp_path, folder, step_s=step_s, checkpoint_steps=1000, spares=spares, **fields)
     with file.open("a") as source:
         source.write(BY_REFERENCE)
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
-        processes.wait_until(lambda: steps_told(folder) >= 5, driver)
+        processes.wait_until(lambda: steps_told(folder) >= 5 and _standbys_up(folder) == spares, driver)
         processes.kill(driver)
     return file

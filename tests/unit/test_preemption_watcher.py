@@ -249,8 +249,8 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
 
     with fake_ray.driving(2, 1, tmp_path) as driver:
         living = SurvivingWorker(worker=0, node="node-0", pid=1, slot=0)
-        actor = Survivor(driver.fleet, WorkerSlot(worker=0, slot=0, run="run"))
-        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", group=None)
+        actor = Survivor(driver.fleet, WorkerSlot(worker=0, slot=0, bundle=0, run="run"))
+        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=0, group=None)
         log: Any = SlowLog()
         world = controller.EffectExecutor(driver.order, log, driver.told.append, room=fake_ray.Space())  # type: ignore[arg-type]
         with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=(survivor,))):

@@ -6,14 +6,17 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from ray.exceptions import RayTaskError
 
 import trainwright as tw
+from tests.support import fake_ray
 from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
 from tests.support.work_orders import order_of, table_job
 from trainwright.core.data import Batch, Feed, FeedAssignment, MetricSums, StepReport
@@ -21,8 +24,18 @@ from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, WorkerResources
 from trainwright.core.topology import WorkUnit
-from trainwright.driver.messages import EvaluateRequest, ProbeRequest, RunRequest, SkippedBatch
+from trainwright.driver.messages import (
+    EvaluateRequest,
+    KillWorker,
+    ProbeRequest,
+    RunRequest,
+    SkippedBatch,
+    SurvivingWorker,
+    WorkerDied,
+)
 from trainwright.runtime.run_handle import stop_on_signals
+from trainwright.runtime.takeover import TakenOverActors
+from trainwright.runtime.worker_actor import WorkerSlot
 from trainwright.runtime.worker_registry import exit_reason
 from trainwright.storage.object_store import Store
 from trainwright.worker import loaders
@@ -121,6 +134,23 @@ def test_a_death_is_told_in_words(text: str, words: str) -> None:
     assert words in found and "\n" not in found
     assert exit_reason(None) == "killed by the driver"
     assert exit_reason(RayTaskError("call", "a traceback", ValueError("no such file\nat all"))) == "no such file"
+
+
+@pytest.mark.parametrize("ends", ["it is killed", "it dies"])
+def test_a_standby_of_the_previous_driver_ends_like_any_worker(tmp_path: Path, ends: str) -> None:
+    """Its placement group is known, which is removed with the others at the end."""
+    with fake_ray.driving(2, 1, tmp_path) as driver:
+        living = SurvivingWorker(worker=7, node="node-0", pid=7, slot=None, waiting=True)
+        actor = fake_ray.Actor(driver.fleet, WorkerSlot(worker=7, slot=None, bundle=1, run="run"))
+        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=1, group="its group")
+        workers, rooms = driver.world._workers, mock.Mock(lost=lambda slot, cause: None)
+        workers._rooms = rooms
+        workers.take_over(TakenOverActors(workers=(survivor,)))
+        rooms.inherit.assert_called_once_with(1, "its group")
+        driver.world.carry_out(KillWorker(worker=7)) if ends == "it is killed" else actor.die()
+        while not isinstance(event := driver.world.next(), WorkerDied):
+            pass
+        assert event.worker == 7 and workers.actor(7) is None
 
 
 def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
