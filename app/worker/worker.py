@@ -341,6 +341,7 @@ class Worker:
         """
         stopped = finished = False
         while self._step < until and not (stopped or finished):
+            self._interruption.check()
             with self._profiler.step(self._step + 1, self._engine.capabilities.tracer):
                 begun = time.perf_counter()  # a profiler may have started first, for seconds
                 with self._profiler.span("data wait"):
@@ -382,8 +383,11 @@ class Worker:
         return sums
 
     def _sums(self, feeds: Iterable[Feed]) -> MetricSums:
-        states = metric_states(self._job.metrics)
-        return with_states(sum((self._engine.evaluate_step(feed, states) for feed in feeds), MetricSums()), states)
+        states, sums = metric_states(self._job.metrics), MetricSums()
+        for feed in feeds:
+            self._interruption.check()
+            sums += self._engine.evaluate_step(feed, states)
+        return with_states(sums, states)
 
     def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
         """Return the model's outputs for each feed, on the ranks that have them; nothing on the others."""
@@ -410,7 +414,9 @@ class Worker:
         self._stop_requested.set()
 
     def interrupt(self, generation: Generation, explain: bool) -> str:
-        """Have collectives of a rendezvous epoch raise PeerLost, now and later, if the engine can.
+        """Have steps and evaluations of a rendezvous epoch raise PeerLost before the next batch.
+
+        Collectives raise it now and later, if the engine can interrupt them.
 
         Returns:
             with `explain`, the stack traces of all threads before that; otherwise an empty text.
@@ -516,6 +522,11 @@ class Interruption:
                     f"generation {generation} was over before this rank had joined it",
                     remedy="look at the rank that failed first",
                 )
+
+    def check(self) -> None:
+        """Raise PeerLost if the epoch that this rank takes part in is over. Never waits for the lock."""
+        if self.current <= self._over:
+            raise PeerLost(f"generation {self.current} is over", remedy="look at the rank that failed first")
 
     def end(self, generation: Generation, interrupt: Callable[[], object]) -> None:
         """End a rendezvous epoch and those before it: call `interrupt` if this rank takes part in one."""

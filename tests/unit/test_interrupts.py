@@ -11,15 +11,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.support.scripted_engine import PEER, ScriptedEngine, scripted, scripted_worker
+from tests.support.scripted_engine import PEER, ScriptedEngine, heal, join, scripted, scripted_worker
 from tests.support.work_orders import order_of, table_job
+from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.errors import HangError, PeerLost
 from trainwright.core.topology import Address, Generation, Group, Peer
-from trainwright.driver.messages import ReserveRequest
+from trainwright.datasets import table
+from trainwright.driver.messages import EvaluateRequest, ReserveRequest, RunRequest
 from trainwright.inference import sharded_inference
 from trainwright.runtime.worker_actor import WorkerProcess
 from trainwright.strategies.common import shared_memory
@@ -91,6 +94,33 @@ def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Worke
         worker.form(group(FIRST))
     worker.reserve(ReserveRequest(generation=Generation(token=2, number=1)))
     assert called == ["reserve", "interrupt", "reserve"]
+
+
+@pytest.mark.parametrize("ends", ["interrupt", "renew"])
+@pytest.mark.parametrize("verb", ["run", "evaluate"])
+def test_a_rank_that_waits_for_no_other_ends_between_two_batches(
+    monkeypatch: pytest.MonkeyPatch, verb: str, ends: str
+) -> None:
+    """No collective raises there: alone it would step until the end of its segment, or evaluate all."""
+    done: list[int] = []
+
+    def work(engine: object, feed: Feed, *_: object) -> StepReport:
+        done.append(feed.step)
+        if len(done) == 2:
+            worker.interrupt(FIRST, False) if ends == "interrupt" else worker.renew(scripted(order_of(job)), 2)
+        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1)
+
+    monkeypatch.setattr(ScriptedEngine, "train_step", work, raising=False)
+    monkeypatch.setattr(ScriptedEngine, "evaluate_step", lambda *given: work(*given) and MetricSums(), raising=False)
+    rows = table({"x": np.zeros((8, 2), np.float32), "y": np.zeros(8, np.int64)})
+    job = table_job(evaluate=rows, epochs=4)
+    worker = scripted_worker(monkeypatch, job)
+    join(worker)
+    heal(worker)
+    with pytest.raises(PeerLost, match=r"generation 1\.1 is over"):
+        worker.run(RunRequest(steps=range(8))) if verb == "run" else worker.evaluate(EvaluateRequest(step=0))
+    assert done == [0, 1] and worker.held[1] == (2 if verb == "run" else 0)
+    worker.close()
 
 
 class _Here:
