@@ -94,7 +94,7 @@ class WorkerCalls:
     def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int, prints: PrintCapture) -> None:
         self._place, self._token, self._prints = place, token, prints
         self._rank = -1  # that it was given last
-        self._turn = threading.Condition()  # guards the token
+        self._turn = threading.Condition()  # guards the token, and tells of a preemption notice
         self._where = f"worker {place.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
@@ -219,13 +219,14 @@ class WorkerProcess(WorkerCalls):
     def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int) -> None:
         super().__init__(order, place, token, PrintCapture.installed())
         self._watchdog = DriverWatchdog(lent=place.lent is not None)
-        self._notices = _PreemptionNotices(order.preemption_s)  # here, since this is the main thread
+        self._notices = _PreemptionNotices(order.preemption_s, self._turn)  # here, since this is the main thread
 
     @ray.method(concurrency_group="life")
     def notice(self, token: int) -> float | CallFailure:
-        """Wait for a preemption notice; return the seconds until the process ends."""
-        left_s = self._notices.wait()
-        return self._refusal(token) or left_s
+        """Wait for a preemption notice; return the seconds until the process ends. Another driver ends the wait too."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._notices.left_s is not None or self._token != token)
+        return self._refusal(token) or self._notices.left_s or 0.0
 
     @ray.method(concurrency_group="life")
     def node_notice(self, told: frozenset[str], token: int) -> NodeNotice | CallFailure | None:
@@ -507,14 +508,15 @@ _EXIT_CODE = 128 + signal.SIGTERM
 class _PreemptionNotices:
     """Handles SIGTERM; created in the main thread. The process ends itself `preemption_s` after the first signal.
 
+    `news` is notified of the signal.
+
     In Ray's workers the main thread seldom runs Python code, so that a Python handler would come late. The wake-up
     descriptor gets the number of the signal at once.
     """
 
-    def __init__(self, preemption_s: float) -> None:
-        self._preemption_s = preemption_s
-        self._came = threading.Event()
-        self._ends_s = 0.0
+    def __init__(self, preemption_s: float, news: threading.Condition) -> None:
+        self._preemption_s, self._news = preemption_s, news
+        self._ends_s: float | None = None
         self._ear, mouth = socket.socketpair()
         mouth.setblocking(False)
         self._mouth = mouth  # kept open
@@ -527,14 +529,15 @@ class _PreemptionNotices:
         while signal.SIGTERM not in self._ear.recv(64):
             pass
         self._ends_s = time.monotonic() + self._preemption_s
-        self._came.set()
+        with self._news:
+            self._news.notify_all()
         threading.Event().wait(self._preemption_s)
         os._exit(_EXIT_CODE)
 
-    def wait(self) -> float:
-        """Wait for the notice, and return the seconds that are left."""
-        self._came.wait()
-        return max(0.0, self._ends_s - time.monotonic())
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until the process ends; None before the signal."""
+        return None if self._ends_s is None else max(0.0, self._ends_s - time.monotonic())
 
 
 def _restore_sigterm() -> None:

@@ -140,11 +140,11 @@ CALLS: dict[str, dict[str, tuple[Any, ...]]] = {  # with the token of a driver b
     "worker": {
         "call": ("leave", None, 0), "upload": ("upload", "checkpoints/00000099-0", 0), "keep": ("keep", None, 0),
         "watch": (0, 0.0, 0), "stop": (0,), "interrupt": (99, False, 0), "printed": (0.0, 1, 0), "live": (0,),
-        "beat": (0,), "end": (0,), "adopt": (None, 0), "start_fork_server": ("an.engine", 1, 0),
+        "notice": (0,), "beat": (0,), "end": (0,), "adopt": (None, 0), "start_fork_server": ("an.engine", 1, 0),
     },
     "keeper": {"beat": (0,), "end": (0,), "seal": (b"", 0), "adopt": (0,), "remove": (0,)},
 }  # fmt: skip
-LATE = {"notice", "node_notice"}  # answer when a worker or its node is told to go
+LATE = {"node_notice"}  # answers when a node is told to go
 
 
 def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(

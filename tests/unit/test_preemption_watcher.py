@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +17,12 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tests.support import fake_ray
-from trainwright.driver.messages import AcquireLease, LeaseAcquired, PreemptionNoticed, SurvivingWorker
-from trainwright.runtime import controller, preemption_watcher
+from trainwright.core.errors import FencedError
+from trainwright.driver.messages import AcquireLease, CallFailure, LeaseAcquired, PreemptionNoticed, SurvivingWorker
+from trainwright.runtime import controller, preemption_watcher, worker_actor
 from trainwright.runtime.preemption_watcher import PreemptionWatcher
 from trainwright.runtime.takeover import TakenOverActors
-from trainwright.runtime.worker_actor import WorkerSlot
+from trainwright.runtime.worker_actor import WorkerProcess, WorkerSlot
 from trainwright.worker.cloud_notices import NodeNotice
 
 ENDS = NodeNotice(key="interruption", text="AWS spot interruption (stop)", left_s=90.0)
@@ -259,6 +260,21 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
         assert isinstance(event, LeaseAcquired) and event.living == (living,)
         assert driver.fleet.calls["notice"] == 1
         world.close()
+
+
+def test_a_worker_has_no_thread_that_waits_for_a_driver_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takeover would take one of its few threads for good, and at last no call would be answered."""
+    for name in ("ray", "DriverWatchdog", "PrintCapture"):
+        monkeypatch.setattr(worker_actor, name, mock.MagicMock())
+    monkeypatch.setattr(worker_actor, "_PreemptionNotices", lambda *_: mock.Mock(left_s=None))
+    order: Any = SimpleNamespace(identity="a job", preemption_s=30.0)
+    process = WorkerProcess(order, WorkerSlot(worker=0, slot=0, bundle=0, run="run"), 1)
+    process._worker = mock.Mock(held=(None, 0))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(method, 1) for method in (process.notice, process.live)]
+        process.adopt(order, 2)
+        answers = [each.result(30) for each in waiting]
+    assert [type(answer.error) for answer in answers if isinstance(answer, CallFailure)] == [FencedError] * 2
 
 
 def test_a_worker_that_was_starting_hears_of_the_notices_for_its_node(
