@@ -28,6 +28,7 @@ from trainwright.storage.run_store import RunStore
 
 NAMESPACE = "trainwright"
 BEAT_S, _DRIVER_TIMEOUT_S = 10.0, 60.0
+_TICK_S, _LONGEST_TICK_S = 1.0, 5.0  # of the watchdog's thread; the process was frozen for what is longer
 _ANSWER_S = 15.0
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def detached_options(name: str) -> dict[str, Any]:
 class DriverWatchdog:
     """Ends this process when no driver has called for a while, and releases its bundle of resources.
 
+    Only time in which the process runs counts: a driver that was frozen with it needs a moment to call again.
+
     Args:
         last: called before the end.
         lent: whether the bundle belongs to another process, which releases it.
@@ -63,17 +66,19 @@ class DriverWatchdog:
     def __init__(self, last: Callable[[], object] = lambda: None, *, lent: bool = False) -> None:
         self._last = last
         self._group: PlacementGroup | None = None if lent else ray.util.get_current_placement_group()
-        self._heard_s = time.monotonic()
+        self._ran_s = self._heard_s = 0.0  # both on the clock of this process, which stops where it is frozen
         threading.Thread(target=self._look, name="trainwright-watchdog", daemon=True).start()
 
     def heard(self) -> None:
         """Note that a driver called."""
-        self._heard_s = time.monotonic()
+        self._heard_s = self._ran_s
 
     def _look(self) -> None:
         tick = threading.Event()
-        while time.monotonic() - self._heard_s < _DRIVER_TIMEOUT_S:
-            tick.wait(1.0)
+        while self._ran_s - self._heard_s < _DRIVER_TIMEOUT_S:
+            begun_s = time.monotonic()
+            tick.wait(_TICK_S)
+            self._ran_s += min(time.monotonic() - begun_s, _LONGEST_TICK_S)
         self.end()
 
     def end(self) -> None:

@@ -181,7 +181,7 @@ def keep(row):
     return True
 
 def step(model, batch, made=torch_jobs.make_step(())):
-    takeover.ORPHAN_S = 12.0
+    takeover._DRIVER_TIMEOUT_S = 12.0
     if next(model.parameters()).device.type != "meta" and not os.path.exists({quick!r}):
         time.sleep(1)
     return made(model, batch)

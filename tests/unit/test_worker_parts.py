@@ -33,6 +33,7 @@ from trainwright.driver.messages import (
     SurvivingWorker,
     WorkerDied,
 )
+from trainwright.runtime import takeover
 from trainwright.runtime.run_handle import stop_on_signals
 from trainwright.runtime.takeover import TakenOverActors
 from trainwright.runtime.worker_actor import WorkerSlot
@@ -134,6 +135,25 @@ def test_a_death_is_told_in_words(text: str, words: str) -> None:
     assert words in found and "\n" not in found
     assert exit_reason(None) == "killed by the driver"
     assert exit_reason(RayTaskError("call", "a traceback", ValueError("no such file\nat all"))) == "no such file"
+
+
+def test_a_frozen_process_waits_for_its_driver_as_long_as_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could call it meanwhile, and its driver may have been frozen with it."""
+    ticks, clock = [0], SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+
+    def wait(seconds: float) -> None:
+        ticks[0] += 1
+        clock.now += 600.0 if ticks[0] == 30 else seconds
+        if ticks[0] == 40:
+            watchdog.heard()
+
+    threads = SimpleNamespace(Thread=mock.Mock(), Event=lambda: SimpleNamespace(wait=wait))
+    monkeypatch.setattr(takeover, "threading", threads)
+    monkeypatch.setattr(takeover, "time", clock)
+    monkeypatch.setattr(takeover.DriverWatchdog, "end", lambda watchdog: None)
+    watchdog = takeover.DriverWatchdog(lent=True)
+    watchdog._look()
+    assert ticks == [99], "60 s after it heard of its driver, in the fortieth"
 
 
 @pytest.mark.parametrize("ends", ["it is killed", "it dies"])
