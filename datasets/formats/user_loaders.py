@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,7 @@ class _Pass:
         self._source, self._part = source, part
         self._where = f"{source.describe()}, epoch {epoch}"
         self._randomness = _PassRandomness(fold_seed(seed, epoch))
+        self._sampling = _PassRandomness(fold_seed(seed, epoch, 1))  # of the sampler of a loader with processes
         with self._randomness.drawn():
             self._object = self._made(epoch)
         kinds = qualified_bases(type(self._object))
@@ -432,6 +434,9 @@ class _Pass:
     def _elements(self) -> Generator[Any, None, None]:
         """What the object gives. Where it computes in this process, it does so while no step draws random numbers."""
         here = not (self._loader and self._object.num_workers)
+        if not here and _ITERABLE not in qualified_bases(type(self._object.dataset)):
+            name = "batch_sampler" if self._batched else "sampler"
+            object.__setattr__(self._object, name, _SeededSampler(getattr(self._object, name), self._sampling))
         number = 0
         iterator: Iterator[Any] | None = None
         failure: Exception | None = None
@@ -562,3 +567,31 @@ class _PassRandomness:
             self._restore()
             yield
             self._restore = save_generators("cpu")
+
+
+class _SeededSampler:
+    """A sampler that draws from generators of its own. A loader with processes asks for its numbers between steps."""
+
+    def __init__(self, sampler: Any, randomness: _PassRandomness) -> None:
+        self._sampler, self._randomness = sampler, randomness
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._randomness.drawn():
+            numbers = iter(self._sampler)
+        while True:
+            found: list[Any] = []  # several at a time: the lock may be held for a whole step
+            until = time.monotonic() + LOCKED_S
+            with self._randomness.drawn():
+                for item in islice(numbers, _BLOCK_ROWS):
+                    found.append(item)
+                    if time.monotonic() > until:
+                        break
+            if not found:
+                return
+            yield from found
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)

@@ -189,6 +189,57 @@ def test_workers_share_each_batch_from_any_step_on(make: Callable[[], Any]) -> N
         assert sorted(flat(whole)) == sorted([*range(ROWS)] * 2)
 
 
+class Lazy:
+    """Draws each row, or each batch of rows, from all global generators when it is asked for it."""
+
+    def __init__(self, batch: int = 0) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 200 // max(self.batch, 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            rows = [
+                (random.randrange(ROWS) + np.random.randint(ROWS) + int(torch.randint(ROWS, ()))) % ROWS
+                for _ in range(max(self.batch, 1))
+            ]
+            yield rows if self.batch else rows[0]
+
+
+class Delegating(DataLoader[Any]):
+    """Asks its batch sampler for more than batches, as some loaders do."""
+
+    def __len__(self) -> int:
+        return 200 // self.batch_sampler.batch  # type: ignore[union-attr]
+
+    def __iter__(self) -> Any:
+        rows = super().__iter__()
+        return (next(rows) for _ in range(len(self)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Delegating(Numbers(), batch_sampler=Lazy(10), num_workers=1, collate_fn=as_columns),
+        lambda: DataLoader(Numbers(), 10, sampler=Lazy(), num_workers=1, collate_fn=as_columns),
+        lambda: StatefulDataLoader(Numbers(), None, sampler=Lazy(), num_workers=1),
+    ],
+)
+def test_a_sampler_draws_from_the_seed_whatever_steps_drew(make: Callable[[], Any]) -> None:
+    loader, found = make(), []
+    data = from_torch(loader, None if loader.batch_sampler else ("x", "i"))
+    index = data.index()
+    for number in (1, 2):
+        random.seed(number), np.random.seed(number), torch.manual_seed(number)
+        found.append(seen(stream(data, index=index, seed=3, epochs=1)))
+    assert found[0] == found[1] and len(flat(found[0])) == 200 and len({*flat(found[0])}) > 70
+    assert [random.random(), np.random.random(), torch.rand(())] == [
+        random.Random(2).random(), np.random.RandomState(2).random_sample(),
+        torch.rand((), generator=torch.Generator().manual_seed(2)),
+    ], "steps keep their random numbers"  # fmt: skip
+
+
 def test_the_seed_of_the_run_counts_and_steps_keep_their_random_numbers() -> None:
     torch.manual_seed(1)
     expected, other = torch.rand(2), seen(stream(from_torch(Stream(shuffled=True)), seed=2))
