@@ -31,33 +31,47 @@ class SkippedSample:
 class SkippingReader:
     """Reads samples and skips those that fail, or whose columns differ from the others. For one thread.
 
-    The first read decides which columns are right.
+    The first read decides which columns are right. Whether a sample is bad is found out in each pass: a number can be
+    another row there, or a random transform can fail. So a resumed run skips what an uninterrupted one skips.
 
     Args:
-        limit: samples that may be skipped; one more raises DataError.
+        limit: samples, by number, that may be skipped; one more raises DataError.
         record: called once for each skipped sample.
     """
 
     def __init__(self, limit: int, record: Callable[[SkippedSample], None]) -> None:
         self._limit, self._record = limit, record
         self._skipped: dict[int, SkippedSample] = {}
+        self._last: dict[int, int] = {}  # by skipped sample, the pass in which it failed last
         self._row: Arrays | None = None  # a good row, with the columns that all rows must have
 
-    def read(self, read: _Read, samples: Rows) -> tuple[Arrays, npt.NDArray[np.bool_]]:
+    def read(self, read: _Read, samples: Rows, number: int = 0) -> tuple[Arrays, npt.NDArray[np.bool_]]:
         """Return read(samples), and which of its rows are good; a bad row holds a copy of a good one.
+
+        Args:
+            read: reads samples of the pass.
+            samples: of one pass, by number.
+            number: of the pass.
 
         Raises DataError beyond the limit, or where none of these rows is good and none is found elsewhere.
         """
-        good = np.array([sample not in self._skipped for sample in samples.tolist()], dtype=np.bool_)
+        good = np.array([self._last.get(sample) != number for sample in samples.tolist()], dtype=np.bool_)
         if not len(samples):
             return read(samples), good
-        found = self._parts(read, samples[good])
+        found = self._first_parts(read, samples[good])
         if self._row is None:
             found = self._settled(read, found)
+        self._last.update((int(part[0]), number) for part, arrays in found if arrays is None)
         good[good] = np.concatenate([np.full(len(part), arrays is not None) for part, arrays in found] or [good[:0]])
         pieces = [arrays for _, arrays in found if arrays is not None] or [self._repeated(read, samples)]
         columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         return _spread(columns, good), good
+
+    def _first_parts(self, read: _Read, samples: Rows) -> _Parts:
+        """As `_parts`; samples that were bad in another pass are read alone, which spares the search for them."""
+        suspect = np.array([sample in self._skipped for sample in samples.tolist()], dtype=np.bool_)
+        pieces = np.split(samples, np.flatnonzero(suspect[1:] | suspect[:-1]) + 1)
+        return [part for piece in pieces for part in self._parts(read, piece)]
 
     def _parts(self, read: _Read, samples: Rows) -> _Parts:
         """Read samples, in halves where that fails. Returns parts in order with their columns, None for a bad one."""
@@ -118,6 +132,8 @@ class SkippingReader:
         return None
 
     def _skip(self, sample: int, error: TrainwrightError) -> None:
+        if sample in self._skipped:
+            return
         skipped = SkippedSample(sample=sample, where=error.where, error=error.what)
         self._skipped[sample] = skipped
         self._record(skipped)

@@ -283,7 +283,7 @@ class BatchLoader:
 
             if self._salvage is None:
                 return read(samples[which])
-            columns, good[which] = self._salvage.read(read, samples[which])
+            columns, good[which] = self._salvage.read(read, samples[which], number)
             return columns
 
         return apply_by_pass(passes, compute), None if self._salvage is None else good

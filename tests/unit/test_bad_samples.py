@@ -53,6 +53,18 @@ def test_known_bad_rows_cost_nothing_again() -> None:
     assert calls == [63]
 
 
+def test_a_bad_row_of_another_pass_is_tried_again_alone() -> None:
+    told: list[SkippedSample] = []
+    salvage, calls, rows = SkippingReader(1, told.append), list[int](), np.arange(64)
+    salvage.read(reading({7}, []), rows, 0)
+    for number, bad in ((1, {7}), (2, set()), (3, {7})):
+        columns, good = salvage.read(reading(bad, calls), rows, number)
+        assert good.tolist() == [row not in bad for row in range(64)] and (columns["id"][good] == rows[good]).all()
+        assert calls == [7, 1, 56]
+        del calls[:]
+    assert [item.sample for item in told] == [7], "it is told of and counted once"
+
+
 def test_the_limit_ends_it_with_the_last_error() -> None:
     with pytest.raises(DataError, match=r"more than 2 samples cannot be read.*row 9 is damaged"):
         SkippingReader(2, lambda item: None).read(reading({3, 6, 9}, []), np.arange(12))
@@ -76,6 +88,32 @@ def test_the_stream_gives_bad_samples_weight_0_and_keeps_the_order() -> None:
         used += batch.columns["id"][batch.weights > 0].tolist()
     assert sorted(used) == [row for row in range(100) if row != 13]
     assert [item.sample for item in told] == [13] and "ZeroDivisionError" in told[0].error
+
+
+def failing_now_and_then(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {**row, "one": 1 // int(rng.random() > 0.05)}
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_sample_is_bad_in_the_passes_in_which_it_fails_also_in_a_run_that_resumes(bucketed: bool) -> None:
+    data = table({"id": np.arange(64), "n": np.arange(64) % 9})
+    if bucketed:
+        data = data.bucketed("n", 8).map(lambda row, rng: {**row, "one": 1 // int(row["id"] != 13)})
+    else:
+        data = data.map(failing_now_and_then)
+
+    def weights(start: int) -> list[Any]:
+        stream = BatchLoader(
+            data, batch_size=8, epochs=20, feeding=FeedAssignment(data_ranks=range(1), total=1),
+            salvage=SkippingReader(64, lambda item: None),
+        )  # fmt: skip
+        with stream.feeds(start) as feeds:
+            return [feed.parts[0][0].weights.tolist() for feed in feeds]
+
+    whole = weights(0)
+    assert weights(100) == whole[100:]
+    trained = [sum(map(sum, whole[first : first + 8])) for first in range(0, len(whole), 8)]
+    assert trained == [63] * 20 if bucketed else min(trained[10:]) > 53
 
 
 ODD: list[tuple[dict[str, Any], str]] = [
