@@ -66,6 +66,10 @@ class Loader(ABC):
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
 
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        """As `load`, of some rows, counted within the row group. Other rows are not read where the source allows it."""
+        return {name: array[rows] for name, array in self.load(number, columns).items()}
+
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
         """Read some rows of a row group into arrays. Returns the columns that are left to `load`: here all."""
         return list(into)

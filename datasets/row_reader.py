@@ -45,7 +45,7 @@ class RowReader:
     ) -> None:
         self._seed, self._epoch = seed, -1
         self._schema = {name: index.schema[name] for name in columns}
-        groups = np.array([*index.firsts, index.rows], dtype=np.int64)
+        self._groups = groups = np.array([*index.firsts, index.rows], dtype=np.int64)
         self._blocks = groups if blocks is None else blocks
         self._row_bytes = sum(field.row_bytes for field in self._schema.values()) or 1
         if any(field.dtype == np.dtype(object) for field in self._schema.values()):
@@ -84,6 +84,20 @@ class RowReader:
                 return self._take(rows + self._shifts[blocks])
             return self._in_parts(rows, blocks, wanted)
 
+    def gather_alone(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """As `gather`, without the other rows of their blocks, where the source allows it. None is kept."""
+        with self._lock:
+            if epoch != self._epoch:
+                self._begin(epoch)
+            result = self._empty(len(rows))
+            numbers = np.searchsorted(self._groups, rows, "right") - 1
+            for number in np.unique(numbers).tolist():
+                chosen = np.flatnonzero(numbers == number)
+                places = rows[chosen] - self._groups[number]
+                for name, array in self._loader.source.load_rows(number, list(self._schema), places).items():
+                    result[name][chosen] = array
+            return result
+
     @property
     def varying(self) -> bool:
         """Whether rows were random, so that they are others in another epoch."""
@@ -105,7 +119,7 @@ class RowReader:
 
     def _in_parts(self, rows: Rows, blocks: Rows, wanted: Rows) -> Arrays:
         """Rows of more blocks than can be kept at a time."""
-        result = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._schema.items()}
+        result = self._empty(len(rows))
         for first in range(0, len(wanted), self._slots):
             part = wanted[first : first + self._slots]
             self._keep(part.tolist())
@@ -120,6 +134,9 @@ class RowReader:
         if self._whole:
             return self._loader.source.load(0, list(self._schema))
         rows = int(self._blocks[-1]) if self._fits else self._slots * self._slot_rows
+        return self._empty(rows)
+
+    def _empty(self, rows: int) -> Arrays:
         return {name: np.empty((rows, *field.shape), field.dtype) for name, field in self._schema.items()}
 
     def _size(self, block: int) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 MEMORY_BYTES = 512 << 20
+MAX_PASSES = 1 << 20  # times that a row comes in an epoch of a sampler or a mixture, each with randomness of its own
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)
 _FEW_LANES, _MANY_LANES = 24, 120
 _GOLDEN = 0.6180339887498949

@@ -29,6 +29,7 @@ from trainwright.datasets.data_source import (
     Field,
     Index,
     Loader,
+    Rows,
     Source,
     even_groups,
     hash_parts,
@@ -118,6 +119,13 @@ class _ObjectLoader(Loader):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         group = self._index.groups[number]
+        return self._read(number, columns, range(group.first, group.first + group.rows))
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        return self._read(number, columns, (rows + self._index.groups[number].first).tolist())
+
+    def _read(self, number: int, columns: Sequence[str], rows: Sequence[int]) -> Arrays:
+        group = self._index.groups[number]
         where = f"{group.file}, row group {number}"
         if len(self._access) != self._index.rows:
             raise DataError(
@@ -125,11 +133,9 @@ class _ObjectLoader(Loader):
                 where=group.file,
                 remedy="give the job a data set that does not change",
             )
-        values = self._access.fetch(range(group.first, group.first + group.rows), self._randomness)
+        values = self._access.fetch(rows, self._randomness)
         select_columns(values, columns, where)
-        return {
-            name: to_column(name, values[name], self._index.schema[name], group.file, group.first) for name in columns
-        }
+        return {name: to_column(name, values[name], self._index.schema[name], group.file, rows) for name in columns}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,11 +148,11 @@ class SampleAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
+    def fetch(self, rows: Sequence[int], randomness: _RowRandomness) -> _Values:
         """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
         samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
         named = [sample_arrays(sample, self.columns, f"row {row}") for row, sample in zip(rows, samples, strict=True)]
-        require_same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
+        require_same_names(named, f"rows {rows[0]} to {rows[-1]} of {type(self.dataset).__name__}")
         return {name: [sample[name] for sample in named] for name in named[0]}
 
     @property
@@ -191,11 +197,11 @@ class ArrowAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
+    def fetch(self, rows: Sequence[int], randomness: _RowRandomness) -> _Values:
         """Arrays; nothing of them is random. Raises DataError for nulls and for what Arrow cannot read."""
-        where = f"rows {rows.start} to {rows.stop - 1}"
+        where = f"rows {rows[0]} to {rows[-1]}"
         try:
-            table = self.dataset[rows.start : rows.stop]
+            table = self.dataset[rows.start : rows.stop] if isinstance(rows, range) else self.dataset[rows]
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the data set cannot be read: {error}", where=where, remedy="load it again on every node"
@@ -288,14 +294,14 @@ def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
 
 
 def to_column(
-    name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, where: str, first: int
+    name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, where: str, rows: Iterable[int]
 ) -> npt.NDArray[Any]:
-    """Return the values of rows from `first` on as an array. Raises DataError where they do not have the field."""
+    """Return the values of rows as an array. Raises DataError, naming the row, where they do not have the field."""
     if field == _OBJECT:
         return object_array(values)
     if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
         return values
-    for row, value in enumerate(values, first):
+    for row, value in zip(rows, values, strict=False):
         if _field_of([value]) != field:
             raise DataError(
                 f"the column is {_field_of([value])} here and {field} in the rows looked at first",

@@ -330,7 +330,7 @@ class _IterableSource(SequentialSource):
             raise DataError("it gives no row", where=self.describe(), remedy="look at how it is made")
         schema = {name: field_of_rows(name, found, self.describe()) for name in found[0]}
         first_rows = {
-            name: np.concatenate([to_column(name, row[name], field, self.describe(), 0) for row in found])
+            name: np.concatenate([to_column(name, row[name], field, self.describe(), range(1)) for row in found])
             for name, field in schema.items()
         }
         return schema, first_rows
@@ -393,7 +393,8 @@ class _Pass:
         with closing(self.chunks(place)) as chunks:
             for first, chunk in chunks:
                 names = select_columns(chunk, schema, self._where)
-                yield {name: to_column(name, chunk[name], schema[name], self._where, first) for name in names}
+                rows = range(first, first + _count(chunk))
+                yield {name: to_column(name, chunk[name], schema[name], self._where, rows) for name in names}
 
     def chunks(self, place: int = 0) -> Generator[tuple[int, _Values], None, None]:
         """Consecutive rows from a place on, and the place of the first of them."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, RowGroup, Source, hash_parts
+from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, RowGroup, Rows, Source, hash_parts
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.sample_order import split_mix
 
@@ -184,15 +184,22 @@ class _SplitLoader(Loader):
         return self._loader.varying
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        origin, mask = self._side(number)
+        return {name: array[mask] for name, array in self._loader.load(origin, columns).items()}
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        origin, mask = self._side(number)
+        return self._loader.load_rows(origin, columns, np.flatnonzero(mask)[rows])
+
+    def _side(self, number: int) -> tuple[int, npt.NDArray[np.bool_]]:
+        """The row group of the whole, and which of its rows are kept."""
         origin = self._index.groups[number].number
         assert self._index.base is not None
         group = self._index.base.groups[origin]
         if self._source.by is None:
-            mask = self._source.mask(group)
-        else:
-            bits = np.frombuffer(self._index.marks[number], dtype=np.uint8)
-            mask = np.unpackbits(bits, count=group.rows).view(np.bool_)
-        return {name: array[mask] for name, array in self._loader.load(origin, columns).items()}
+            return origin, self._source.mask(group)
+        bits = np.frombuffer(self._index.marks[number], dtype=np.uint8)
+        return origin, np.unpackbits(bits, count=group.rows).view(np.bool_)
 
 
 def split(dataset: Dataset, shares: Mapping[str, float], *, by: str | None = None, seed: int = 0) -> dict[str, Dataset]:

@@ -22,7 +22,7 @@ from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, Rows, Source, even_groups, hash_parts
 from trainwright.datasets.row_reader import RowReader
-from trainwright.datasets.sample_order import MEMORY_BYTES, split_mix
+from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, split_mix
 
 Floats = npt.NDArray[np.float64]
 
@@ -171,7 +171,7 @@ class _SampledLoader(Loader):
         self._source, self._index = source, index
         self._seed = self._epoch = 0
         self._order = lru_cache(maxsize=1)(self._ordered)
-        self._readers: dict[tuple[str, ...], RowReader] = {}
+        self._readers: dict[tuple[str, ...], tuple[RowReader, RowReader]] = {}  # the latter for repeats
 
     @property
     def varying(self) -> bool:
@@ -183,13 +183,28 @@ class _SampledLoader(Loader):
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         group, names = self._index.groups[number], tuple(columns)
         if names not in self._readers:
-            assert self._index.base is not None, "it has a whole"
-            self._readers[names] = RowReader(
-                self._source.whole.open(self._index.base), self._index.base, names,
-                memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self._seed,
-            )  # fmt: skip
-        rows = self._order(self._seed, self._epoch)[group.first : group.first + group.rows]
-        return self._readers[names].gather(rows, self._epoch)
+            self._readers[names] = self._reader(names), self._reader(names)
+        reader, repeats_reader = self._readers[names]
+        part = slice(group.first, group.first + group.rows)
+        rows, repeats = (array[part] for array in self._order(self._seed, self._epoch))
+        found = reader.gather(rows, self._epoch * MAX_PASSES)
+        for repeat in np.unique(repeats[repeats > 0]).tolist() if reader.varying else ():
+            chosen = np.flatnonzero(repeats == repeat)
+            again = repeats_reader.gather_alone(rows[chosen], self._epoch * MAX_PASSES + repeat)
+            for name, array in again.items():
+                found[name][chosen] = array
+        return found
 
-    def _ordered(self, seed: int, epoch: int) -> Rows:
-        return self._source.sampler.order(np.frombuffer(self._index.values, dtype=np.float64), seed, epoch)
+    def _reader(self, names: tuple[str, ...]) -> RowReader:
+        whole = self._index.base
+        assert whole is not None, "it has a whole"
+        loader = self._source.whole.open(whole)
+        return RowReader(loader, whole, names, memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self._seed)
+
+    def _ordered(self, seed: int, epoch: int) -> tuple[Rows, Rows]:
+        """Return the rows of an epoch, and how often each came before in it."""
+        rows = self._source.sampler.order(np.frombuffer(self._index.values, dtype=np.float64), seed, epoch)
+        by_row = np.argsort(rows, kind="stable")
+        repeats = np.empty_like(rows)
+        repeats[by_row] = np.arange(len(rows)) - np.searchsorted(rows[by_row], rows[by_row])
+        return rows, repeats

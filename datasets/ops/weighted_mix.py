@@ -34,12 +34,11 @@ from trainwright.datasets.data_source import (
 from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.row_reader import RowReader
-from trainwright.datasets.sample_order import MEMORY_BYTES
+from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, apply_by_pass
 
 _TAG = "source"
 _PERIOD = 1 << 14  # at most; weights that need a longer one are rounded to it
 _GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
-_MAX_PASSES = 1 << 20  # passes over a part within an epoch of the mixture, of which each has random rows of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +179,9 @@ class _MixedSource(Source):
         return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
 
 
+_Gather = Callable[[RowReader, Rows, int], Arrays]
+
+
 class _MixedLoader(Loader):
     """Gathers the rows of each part and lays them in the mixture's order."""
 
@@ -198,30 +200,37 @@ class _MixedLoader(Loader):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         group = self._index.groups[number]
-        parts, numbers = self._source.pattern.at(np.arange(group.first, group.first + group.rows, dtype=np.int64))
+        rows = np.arange(group.first, group.first + group.rows, dtype=np.int64)
+        return self._mixed(rows, columns, RowReader.gather)
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        return self._mixed(self._index.groups[number].first + rows, columns, RowReader.gather_alone)
+
+    def _mixed(self, rows: Rows, columns: Sequence[str], gather: _Gather) -> Arrays:
+        parts, numbers = self._source.pattern.at(rows)
         wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
         result: Arrays = {
-            name: np.empty((group.rows, *self._index.schema[name].shape), self._index.schema[name].dtype)
+            name: np.empty((len(rows), *self._index.schema[name].shape), self._index.schema[name].dtype)
             for name in wanted
         }
         for part in np.unique(parts).tolist():
             chosen = np.flatnonzero(parts == part)
-            for name, array in self._rows(part, numbers[chosen], wanted).items():
+            for name, array in self._rows(part, numbers[chosen], wanted, gather).items():
                 result[name][chosen] = self._fitting(part, name, array)
         return {name: result.get(name, parts) for name in columns}
 
-    def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...]) -> Arrays:
+    def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...], gather: _Gather) -> Arrays:
         """A part's rows by their number in the mixture, transformed; each pass over it counts as an epoch."""
         dataset, index = self._source.parts[part][1], self._index.parts[part]
         start = fold_seed(self._source.seed, part) % index.rows if self._source.seed else 0
         passes, rows = np.divmod(numbers + start, index.rows)
-        found = []
-        for turn in np.unique(passes).tolist():
-            samples = rows[passes == turn]
+
+        def compute(which: npt.NDArray[np.bool_], turn: int) -> Arrays:
             counters = Counters(seed=self._source.seed, epoch=turn)
-            gathered = self._reader(part, columns).gather(samples, self._epoch * _MAX_PASSES + turn)
-            found.append(dataset.transform(gathered, samples, counters, columns))
-        return {name: np.concatenate([arrays[name] for arrays in found]) for name in columns}
+            gathered = gather(self._reader(part, columns), rows[which], self._epoch * MAX_PASSES + turn)
+            return dataset.transform(gathered, rows[which], counters, columns)
+
+        return apply_by_pass(passes, compute)
 
     def _reader(self, part: int, columns: tuple[str, ...]) -> RowReader:
         if (part, columns) not in self._readers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,12 +141,20 @@ class _ZippedLoader(Loader):
         self._base.begin(seed, epoch)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        return self._zipped(columns, partial(self._base.load, number), self._rows(number))
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        load = partial(self._base.load_rows, number, rows=rows)
+        return self._zipped(columns, load, self._rows(number)[rows])
+
+    def _zipped(self, columns: Sequence[str], load: Callable[[Sequence[str]], Arrays], rows: Rows) -> Arrays:
+        """Rows with what `load` gives of the first's columns."""
         schema = self._index.sides[0].schema
         own = [name for name in columns if name in schema]
-        found = self._base.load(number, own) if own else {}
+        found = load(own) if own else {}
         if len(own) < len(columns):
             names = tuple(name for name in columns if name not in schema)
-            found = {**found, **self._others.rows_of(self._rows(number), names)}
+            found = {**found, **self._others.rows_of(rows, names)}
         return {name: found[name] for name in columns}
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,9 @@ import pytest
 
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
-from trainwright.datasets import parquet, split, table
+from trainwright.datasets import from_torch, mix, parquet, split, table
 from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.ops import samplers
 
 ROWS, BATCH = 230, 16
 LENGTHS = np.random.default_rng(1).integers(1, 100, ROWS)
@@ -75,6 +76,49 @@ def test_transforms_stay_and_a_row_drawn_twice_is_another_sample() -> None:
     read = noisy.read(noisy.index(), range(50))
     assert len(set(read["noise"].tolist())) == 50 and set(read["x"].tolist()) == {1, 2}
     assert repr(noisy) == "table(x).weighted(..., 50).map(...)"
+
+
+class Augmented:
+    """A data set whose rows draw random numbers themselves."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        self.asked.append(row)
+        return {"x": row, "noise": np.random.random()}
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda data: data,
+        lambda data: mix({"a": data}, rows=250),
+        lambda data: split(data, {"a": 0.9, "b": 0.1})["a"],
+        lambda data: data.beside(table({"sample": np.arange(ROWS), "y": np.arange(ROWS)})),
+    ],
+)
+def test_rows_that_are_random_themselves_differ_where_they_are_drawn_twice(
+    monkeypatch: pytest.MonkeyPatch, wrapped: Any
+) -> None:
+    monkeypatch.setattr(samplers, "_GROUP_BYTES", 0)
+    monkeypatch.setattr(samplers, "_GROUP_ROWS", 64)  # repeats of a row lie in several row groups
+    whole = wrapped(from_torch(Augmented()))
+    rows = whole.index().rows
+    data = whole.weighted(np.where(np.arange(rows) < 4, 30.0, 1.0), 200)
+    index = data.index()
+    found = [data.read(index, range(200), seed=3, epoch=epoch) for epoch in (0, 1, 0)]
+    assert np.bincount(found[0]["x"]).max() > 9
+    assert len({*found[0]["noise"], *found[1]["noise"]}) == 400
+    assert (found[0]["noise"] == found[2]["noise"]).all()
+    assert (data.read(index, [199, 7, 7], seed=3)["noise"] == found[0]["noise"][[199, 7, 7]]).all()
+    if rows < 250:
+        assert (found[0].get("y", found[0]["x"]) == found[0]["x"]).all()
+    Augmented.asked.clear()
+    data.read(index, range(200), seed=3)
+    assert len(Augmented.asked) <= 4 * ROWS + 200, "repeats are computed alone"
 
 
 @pytest.mark.parametrize(
