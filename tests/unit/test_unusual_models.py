@@ -131,6 +131,47 @@ def test_buffers_that_a_forward_made_reach_a_new_worker() -> None:
     assert one == other
 
 
+KINDS = {
+    "brain": torch.tensor(1.5, dtype=torch.bfloat16),
+    "turned": torch.arange(6.0, dtype=torch.float16).view(2, 3).t(),
+    "empty": torch.empty(0, 3, dtype=torch.float16),
+    "truth": torch.tensor([True, False, True]),
+    "complex": torch.tensor([[1 + 2j], [3 - 4j]], dtype=torch.complex128),
+}
+
+
+class Mixed(nn.Module):
+    """A frozen base of 16 bits, a trained layer of 16 bits, and buffers of many types; zeros on later ranks."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.base, self.last = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 3, dtype=torch.bfloat16)
+        self.base.requires_grad_(False)
+        for name, value in KINDS.items():
+            self.register_buffer(name, torch.zeros_like(value) if rank else value.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.base(x.bfloat16()))
+        return made.float()
+
+
+def _mixed(rank: int, world: int, exchange: Exchange) -> Any:
+    engine = formed(rank, exchange, spec(model=lambda: Mixed(rank)))
+    engine.transfer([StateTransfer(piece="state", source=0, target=1)])
+    found = {name: (tuple(value.shape), value.tolist()) for name, value in engine.replica.named_buffers()}
+    engine.warm(share(0, rank, world))
+    loss = engine.train_step(share(0, rank, world)).loss
+    engine.verify()
+    engine.leave()
+    return found, loss
+
+
+def test_tensors_of_all_types_and_of_16_bits_reach_a_new_worker() -> None:
+    (first, one), (second, other) = run_ranks(_mixed, 2)
+    assert first == second == {name: (tuple(value.shape), value.tolist()) for name, value in KINDS.items()}
+    assert one == other
+
+
 class Skipping(nn.Module):
     """Uses a layer in micro-batches of which the first row says so."""
 

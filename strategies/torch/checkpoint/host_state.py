@@ -23,7 +23,6 @@ _PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a paramet
 AVERAGE = "average"  # among the same: the average of the parameter
 OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what several local steps came to
 _Memory = dict[tuple[str, ...], Tensor]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _STRIDES = "tensor", "strides"  # in place of a tensor within a list or dict: the key of its own entry
 _LOCAL = ("local", "state")  # after a buffer's name in a state's memory
@@ -447,7 +446,7 @@ def _broadcast_tensors(
     handles = []
     for tensor in staged:
         if tensor.numel():
-            bits = tensor.reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))  # every type can be sent
+            bits = tensor.reshape(-1).view(torch.uint8)  # every type can be sent as bytes
             handles.append(distributed.broadcast(bits, src=source, group=group, async_op=True))
     for handle in handles:
         assert handle is not None, "an asynchronous collective has a handle"
