@@ -76,6 +76,7 @@ class ModelProfile:
         recounted: a buffer of the state inside a part that recompute=full recomputes; empty without one.
         trained: rows (of the first dimension) and bytes of each trained parameter; empty where unknown.
         narrow: name of a trained parameter of 16 bits; empty without one.
+        evaluating: names of dropouts and batch norms that stay in evaluation mode when the model is trained.
         uncut: why the model's forward cannot be divided into pipeline stages; empty where it can.
         untraced: the error that stopped the model's trace; its layers then have two operations for each parameter.
         loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
@@ -97,6 +98,7 @@ class ModelProfile:
     recounted: str = ""
     trained: tuple[tuple[int, int], ...] = ()
     narrow: str = ""
+    evaluating: tuple[str, ...] = ()
     uncut: str = ""
     untraced: str = ""
     loss_scale: bool = False

@@ -61,7 +61,14 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     if chosen is None:
         raise _nothing(question, found, names)
     job.check_plan(chosen)
-    own = (*_untraced(profile), *_narrow(profile, job), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
+    own = (
+        *_untraced(profile),
+        *_narrow(profile, job),
+        *_evaluating(profile),
+        *unknown,
+        *_shared(allowed, chosen),
+        *_stale(eligible, chosen),
+    )
     notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned = {plan.strategy for plan in found.plans}
@@ -93,6 +100,17 @@ def _narrow(profile: ModelProfile, job: Job) -> Iterator[str]:
     if profile.narrow and job.training.precision == "fp32":
         why = "small updates are lost in 16 bits"
         yield f'parameter {profile.narrow!r} is stored in 16 bits; {why}: precision="bf16" keeps such ones in float32'
+
+
+def _evaluating(profile: ModelProfile) -> Iterator[str]:
+    """Note that parts of a model in training mode are in evaluation mode."""
+    if profile.evaluating:
+        first, *others = profile.evaluating
+        more = f" and {len(others)} more dropouts and batch norms" if others else ""
+        yield (
+            f"in evaluation mode while the model trains: module {first!r}{more}; call train() on the model in model(), "
+            "unless that is meant"
+        )
 
 
 def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:

@@ -36,7 +36,7 @@ from trainwright.strategies.torch.tracing.op_trace import (
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers, checkpointed_modules
-from trainwright.strategies.torch.training.new_model import sparse_problems
+from trainwright.strategies.torch.training.new_model import ensure_training_mode, evaluating_parts, sparse_problems
 
 __all__ = ["check_weights", "export", "probe", "profile_model", "take_weights", "weight_bytes"]
 
@@ -61,7 +61,7 @@ def profile_model(
     operations are estimated as two for each parameter and sample, activations are not known, and `untraced` says why.
 
     Args:
-        model: it is moved to the meta device.
+        model: it is moved to the meta device, and put into training mode.
         sample: columns of one or a few rows, collated.
         inputs: columns given to the model, as positional arguments where there are no keywords; none where `step` is
             given.
@@ -73,13 +73,14 @@ def profile_model(
     """
     if problems := sparse_problems(model):
         raise JobError(problems)
+    ensure_training_mode(model, "model")
     norms = ("batch_norm",) if batch_norms(model) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.to_tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in model.named_parameters()}
     known = ModelProfile(
-        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), trained=_trained(model),
-        narrow=_narrow(model), recounted=next(iter(checkpointed_buffers(model)), ""),
+        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), evaluating=evaluating_parts(model),
+        trained=_trained(model), narrow=_narrow(model), recounted=next(iter(checkpointed_buffers(model)), ""),
     )  # fmt: skip
     call = inputs, keywords
     trace, least = _first_traced(model.to("meta"), tensors, call, step), 1

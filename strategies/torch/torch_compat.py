@@ -24,6 +24,7 @@ from torch._C import DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = ["BatchNorm", "pop_mode_temporarily", "preserve_version_counter"]
+__all__ = ["BatchNorm", "Dropout", "pop_mode_temporarily", "preserve_version_counter"]
 
 assert_on_device = torch._assert_async
 reduce_scatter_single = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # torch < 2.13

@@ -265,6 +265,12 @@ def test_parameters_of_16_bits_are_noted_where_they_are_trained_as_they_are() ->
     assert not any("16 bits" in note for note in decide(profile=profile, precision="bf16").chosen.notes)
 
 
+def test_parts_of_a_model_that_stay_in_evaluation_mode_are_noted() -> None:
+    (note,) = (note for note in decide(profile=replace(PROFILE, evaluating=("a", "b"))).chosen.notes if "'a'" in note)
+    assert "in evaluation mode while the model trains: module 'a' and 1 more dropouts and batch norms" in note
+    assert not any("evaluation mode" in note for note in decide().chosen.notes)
+
+
 def test_fp16_is_for_models_of_torch() -> None:
     assert decide(precision="fp16").chosen.precision == "fp16"
     with pytest.raises(PlanError, match="is for models of torch"):

@@ -252,6 +252,19 @@ def test_evaluation_sums_and_leaves_each_module_in_its_mode() -> None:
     assert [module.training for module in engine.replica.model.children()] == [False, True, True]
 
 
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_parts_of_another_stay() -> None:
+    whole, parts = one_device(spec(model=lambda: dropping().eval())), one_device(spec(model=_frozen_middle))
+    whole.train_step(feed())
+    assert all(module.training for module in whole.replica.model.modules())
+    assert [module.training for module in parts.replica.model.children()] == [True, False, True]
+
+
+def _frozen_middle() -> nn.Module:
+    model = dropping()
+    model.middle.eval()
+    return model
+
+
 class Carrying(Net):
     """Gives a state too, by layers and not by samples, as an LSTM does."""
 

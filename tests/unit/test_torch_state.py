@@ -212,6 +212,18 @@ def test_a_profile_counts_each_layer_for_one_sample() -> None:
     assert profile_model(batch_normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).inexact == ("batch_norm",)
 
 
+def test_a_profile_names_dropouts_and_batch_norms_that_stay_in_evaluation_mode() -> None:
+    def half(*, root: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.0), nn.BatchNorm1d(4)).eval()
+        model.training = root
+        return model
+
+    rows = {"x": np.zeros((2, 4), np.float32)}
+    inner, whole = (profile_model(lambda root=root: half(root=root), rows, ("x",)) for root in (True, False))
+    assert (inner.evaluating, inner.inexact) == (("1", "3"), ())
+    assert (whole.evaluating, whole.inexact) == ((), ("batch_norm",)), "it is trained in training mode"
+
+
 def test_a_profile_gives_operations_outside_layers_to_the_module_that_does_them() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:

@@ -18,6 +18,7 @@ from trainwright.strategies.torch.checkpoint.initial_weights import (
     materialize,
     provide_memory,
 )
+from trainwright.strategies.torch.torch_compat import BatchNorm, Dropout
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
@@ -42,10 +43,31 @@ def sparse_problems(model: nn.Module) -> list[str]:
     ]
 
 
+def ensure_training_mode(model: nn.Module, where: str) -> None:
+    """Put a model in evaluation mode, such as one of `from_pretrained`, into training mode, as a plain loop does.
+
+    Parts in evaluation mode of a model in training mode stay so: batch norms are frozen that way.
+    """
+    if not model.training:
+        with TorchUserCode("train() of the model", where):
+            model.train()
+
+
+def evaluating_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of dropouts and batch norms that are in evaluation mode."""
+    return tuple(
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if not module.training and (isinstance(module, BatchNorm) or (isinstance(module, Dropout) and module.p > 0))
+    )
+
+
 def new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByName]:
     """Return a new model, and what the files of initial weights give it."""
     with TorchUserCode("model()", where):
         model = spec.model()
+    if isinstance(model, nn.Module):
+        ensure_training_mode(model, where)
     stored = _stored_weights(model, spec, where)
     _check_model(model, spec, plan, where)
     _widen(model, plan)
