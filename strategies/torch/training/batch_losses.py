@@ -112,6 +112,35 @@ def _count(weight: str | Callable[[Any], Any], columns: Mapping[str, Tensor], va
     return count.reshape(()).to(torch.float64 if value.dtype == torch.float64 else torch.float32)
 
 
+# --- What a loss holds ------------------------------------------------------------------------------------------------
+
+
+def to_device(loss: Any, device: torch.device) -> Any:
+    """Return a loss or a metric with its tensors on a device; a module is moved, as by `Module.to`, and not copied."""
+    if isinstance(loss, Tensor | nn.Module):
+        return loss.to(device)
+    if isinstance(loss, functools.partial):
+        positional = (to_device(value, device) for value in loss.args)
+        named = {name: to_device(value, device) for name, value in loss.keywords.items()}
+        return functools.partial(to_device(loss.func, device), *positional, **named)
+    return loss
+
+
+def untrained_problems(loss: Any, model: nn.Module) -> list[str]:
+    """Return why parameters of a loss would not be trained: the optimizer gets those of the model alone."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    trained = {*model.parameters()}
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    names = [name for name, parameter in own if parameter.requires_grad and parameter not in trained]
+    if not names:
+        return []
+    return [
+        f"parameter {names[0]!r} of loss={type(loss).__name__}(...) requires a gradient, and only parameters of the "
+        "model are trained: hold it in the model, or freeze it with requires_grad_(False)"
+    ]
+
+
 # --- torch's own losses -----------------------------------------------------------------------------------------------
 
 
@@ -152,16 +181,10 @@ def per_sample(function: _Function) -> _Function:
     unreduced: _Function = functools.partial(base, **{**given, "reduction": "none"})
     if isinstance(base, nn.Module):
         module: Any = copy.deepcopy(base)
-        module.reduction = "none"
-        unreduced = functools.partial(_on_device, module)
+        module.reduction, unreduced = "none", module
     if name not in _BY_CLASS:
         return unreduced
     return functools.partial(_class_terms, unreduced, weight, options.get("ignore_index", -100))
-
-
-def _on_device(module: nn.Module, outputs: Any, targets: Any) -> Any:
-    """Call a loss whose class weights may be on another device than the targets."""
-    return module.to(targets.device)(outputs, targets)
 
 
 def _class_terms(
@@ -174,7 +197,7 @@ def _class_terms(
     counts = targets != ignored
     if weight is None:
         return Terms(values, counts)
-    weights = weight.to(targets.device)[targets.where(counts, 0)] * counts
+    weights = weight[targets.where(counts, 0)] * counts
     return Terms(values / weights.where(weights > 0, 1.0), weights)
 
 

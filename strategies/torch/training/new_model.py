@@ -20,6 +20,7 @@ from trainwright.strategies.torch.checkpoint.initial_weights import (
 )
 from trainwright.strategies.torch.torch_compat import BatchNorm, Dropout
 from trainwright.strategies.torch.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.batch_losses import untrained_problems
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
 
@@ -142,6 +143,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
     problems += sparse_problems(model)
+    problems += untrained_problems(spec.loss, model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half and plan.precision == "fp16":
         problems.append(

@@ -44,6 +44,7 @@ from trainwright.strategies.torch.training.batch_losses import (
     batch_mean,
     check_divisible,
     per_sample,
+    to_device,
 )
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
@@ -205,7 +206,7 @@ class JobFunctions:
         counts = self.spec.weight is not None
         return {
             what: outputs_first(function if counts and what == "loss=" else per_sample(function))
-            for what, function in given.items()
+            for what, function in ((what, to_device(each, self.device)) for what, each in given.items())
             if function is not None
         }
 

@@ -25,6 +25,7 @@ from trainwright.core.plan import Mesh, Plan
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.training.batch_losses import per_sample
+from trainwright.strategies.torch.training.objective import JobFunctions
 
 RANKS, STEPS, TOKENS, CLASSES = 2, 4, 6, 5
 PROBLEM = problems.Problem(name="reduced", batch_size=17, rows=53)  # the last batch has 2 rows: shares without a row
@@ -200,6 +201,59 @@ def test_a_mean_of_torchs_own_is_that_of_its_terms(loss: Any, targets: Tensor) -
 )
 def test_what_is_no_plain_mean_is_left_as_it_is(loss: Any) -> None:
     assert per_sample(loss) is loss
+
+
+class Focal(nn.Module):
+    """A loss of a user, with a weight of each class."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("alpha", WEIGHT.clone())
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, targets, weight=self.alpha, reduction="none") * self.scale
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Focal(),
+        partial(Focal()),
+        nn.CrossEntropyLoss(weight=WEIGHT),
+        partial(functional.cross_entropy, weight=WEIGHT),
+        partial(functional.cross_entropy, weight=WEIGHT, reduction="none"),
+    ],
+    ids=["module", "partial of a module", "torch's own", "partial", "unreduced"],
+)
+def test_the_tensors_of_a_loss_are_moved_to_the_device(loss: Any) -> None:
+    """On the meta device, torch refuses tensors of another device as on a GPU."""
+    job = spec(loss=loss)
+    caller = replace(JobFunctions.on_host(job, plan(), "rank 0"), device=torch.device("meta"))
+    columns = {"y": LABELS.to("meta")}
+    values, weights = caller.loss_of(LOGITS.to("meta"), columns, batch(len(LABELS)))
+    assert values.device.type == weights.device.type == "meta" and len(values) == len(LABELS)
+
+
+def test_a_loss_whose_own_parameters_would_not_be_trained_is_refused() -> None:
+    for loss in (Focal(trained=True), partial(Focal(trained=True))):
+        with pytest.raises(JobError, match=r"'scale' of loss=.* requires a gradient.*hold it in the model, or freeze"):
+            one_device(spec(model=Net, loss=loss))
+    one_device(spec(model=Net, loss=Focal()))
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = Net(), Focal(trained=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.net(x.double())
+            return made
+
+    model = Holding()
+    engine = one_device(spec(model=lambda: model, loss=model.loss))
+    engine.train_step(feed())
+    assert model.loss.scale.detach().item() != 1.0, "its loss is trained with the model"
 
 
 def test_a_skipped_sample_does_not_reach_model_or_loss() -> None:
