@@ -25,7 +25,7 @@ from trainwright.strategies.distillation.multi_student import Builder, Names, Re
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, ToArray
 from trainwright.strategies.torch.torch_compat import tree_leaves
 from trainwright.strategies.torch.training import batch_tensors as batches
-from trainwright.strategies.torch.training.batch_losses import per_sample
+from trainwright.strategies.torch.training.batch_losses import per_sample, to_device
 from trainwright.strategies.torch.training.evaluation import LOSS, flat_outputs
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 from trainwright.strategies.torch.training.objective import JobFunctions
@@ -337,6 +337,12 @@ def _answers(teacher: InlineTeacher, columns: Mapping[str, Tensor], like: Tensor
     return said
 
 
+def _called(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+    """Call a loss or metric as a job without teachers does; its own tensors are moved to the outputs' device."""
+    device = next(leaf.device for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return outputs_first(per_sample(to_device(function, device)))(outputs, targets)
+
+
 TENSORS = TensorOps(
     channels=1,
     is_tensor=lambda value: isinstance(value, Tensor),
@@ -347,7 +353,7 @@ TENSORS = TensorOps(
     near=lambda value, like: value.detach().to(like.device, like.dtype),
     held=Tensor.detach,
     precisely=_precisely,
-    called=lambda function, outputs, targets, **_: outputs_first(per_sample(function))(outputs, targets),
+    called=_called,
     answers=_answers,
     log_softmax=lambda logits: torch.log_softmax(logits, -1),
     log_sigmoid=nn.functional.logsigmoid,
