@@ -87,6 +87,8 @@ def convergence(
     job = _job(file, overrides)
     _check_metric(job, metric)
     counts, modes = _compared(workers, mode)
+    if predict is not None and "synchronous" not in modes:
+        raise JobError(["--predict: predictions are of synchronous training: add --mode synchronous, or leave it out"])
     larger = _larger(predict, counts, job)
     trials = _run_all(convergence_trials(job, counts, modes, seeds), fresh)
     synchronous = [trial for trial in trials if trial.label == "synchronous"]

@@ -293,6 +293,9 @@ def test_the_command_refuses_what_is_not_a_size_and_a_metric_that_no_run_evaluat
         found = CliRunner().invoke(app, ["study", "batch", str(file), "--sizes", *wrong.split()])
         assert isinstance(found.exception, JobError) and told in str(found.exception), found.output
     two = ["--workers", "1,2", "--mode", "asynchronous", "--predict", "2x1xCPU"]
+    alone = ["--mode", "asynchronous", "--predict", "16x1xCPU@10Gb"]
+    found = CliRunner().invoke(app, ["study", "convergence", str(file), *alone])
+    assert isinstance(found.exception, JobError) and "of synchronous training" in str(found.exception)
     found = CliRunner().invoke(app, ["study", "scaling", str(file), *two])
     assert isinstance(found.exception, PlanError) and "asynchronous, 1: left out" in found.output
     assert not (tmp_path / "runs").exists()
