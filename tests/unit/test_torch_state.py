@@ -32,7 +32,7 @@ from tests.support.torch_engines import (
 )
 from tests.support.torch_profile import profile_model
 from trainwright.core.data import fold_seed
-from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
+from trainwright.core.errors import CheckpointError, DataError, JobError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint import safetensors_files as files_module
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, to_safetensors
@@ -350,3 +350,57 @@ def test_an_evaluation_leaves_what_a_model_carries_as_it_was() -> None:
         engine.train_step(feed(step=1))
     assert saved(evaluated).files == saved(saved_after).files == saved(without).files
     assert float(load_weights(saved(without))["batches"]) == 2
+
+
+class Teaching(Net):
+    """Holds a copy of its first layer that follows it, as momentum encoders and mean teachers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(4, 8).requires_grad_(False)
+        self.slow.load_state_dict(self.first.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+                if slow.dim() == 1:
+                    slow.data = slow.data + 0.5 * (fast.data - slow.data)
+                else:
+                    slow.data.add_(0.5 * (fast.data - slow.data))
+        return super().forward(x) + self.slow(x).sum(1, keepdim=True).detach() * torch.linspace(0.1, 1.0, 3)
+
+
+def refusing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Is not finite for a target of 9."""
+    values = nn.functional.cross_entropy(outputs, targets.clamp(max=2), reduction="none")
+    return values / (targets != 9).float()
+
+
+def test_frozen_parameters_that_a_forward_changes_are_as_before_after_a_step_that_is_not_applied() -> None:
+    """They are equal to the trained ones until the first step, so that its warm-up changes none of them."""
+    job = spec(model=Teaching, loss=refusing)
+    unbroken, broken = one_device(job), one_device(job)
+    bad = feed()
+    bad.parts[0][0].columns["y"][3] = 9
+    for step in range(6):
+        unbroken.train_step(feed(step=step))
+        if step > 2:
+            with pytest.raises(NonFiniteLoss):
+                broken.train_step(bad)
+            broken.warm(feed(step=step))
+        broken.train_step(feed(step=step))
+    assert saved(broken).files == saved(unbroken).files
+    resumed = one_device(job)
+    resumed.load(saved(unbroken))
+    resumed.warm(feed())
+    with pytest.raises(NonFiniteLoss):
+        resumed.train_step(bad)
+    assert saved(resumed).files == saved(unbroken).files, "a throwaway step, and one that failed, moved them"
+
+
+def test_frozen_parameters_that_a_forward_changes_must_be_saved() -> None:
+    engine = one_device(spec(model=Teaching, save_frozen=False))
+    with torch.no_grad():
+        engine.replica.model.slow.weight.add_(1.0)
+    with pytest.raises(JobError, match=r"'slow.weight' .*changes in the forward pass.*save_frozen=True"):
+        engine.warm(feed())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.weight_average import WeightAverage
+from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.torch_compat import (
     foreach_copy,
@@ -24,6 +25,8 @@ from trainwright.strategies.torch.torch_compat import (
 )
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.learning_rates import group_settings, set_group_option
+
+_WATCHED_STEPS = 3  # a rate that warms up may be 0 in the first one
 
 
 class NamedOptimizers(torch.optim.Optimizer):
@@ -101,6 +104,62 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     given = inspect.signature(optimizer.step).parameters.values()
     named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
     return any(each.default is each.empty for each in named)
+
+
+class MovingParameters:
+    """The frozen parameters that forwards change, such as those of a momentum encoder or of a mean teacher.
+
+    They are found by their digests, since `.data` writes without a new version. They follow the trained parameters, and
+    may be equal to them at first: so all frozen parameters are watched until a few steps have been applied.
+
+    Args:
+        model: whose they are.
+        rebuilt: names of those that no state holds, since `model()` makes them.
+        where: the rank, for errors.
+
+    Attributes:
+        found: those that were seen to change, by full name.
+    """
+
+    def __init__(self, model: nn.Module, rebuilt: Collection[str], where: str) -> None:
+        self.found: dict[str, Tensor] = {}
+        frozen = ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
+        self._frozen = {name: each for name, each in frozen if not each.is_meta}  # which other stages hold
+        self._rebuilt, self._where = rebuilt, where
+        self._copied, self._steps = False, _WATCHED_STEPS
+
+    @contextmanager
+    def watching(self, applied: Callable[[], bool]) -> Iterator[None]:
+        """Find those that change in this context; the first time, set them back unless the step was applied.
+
+        Raises:
+            JobError: no state holds one that changes.
+        """
+        if not self._frozen or not self._steps:
+            yield
+            return
+        saved = () if self._copied else [name for name in self._frozen if name not in self._rebuilt]
+        copies = {name: self._held(name).to("cpu", copy=True) for name in saved}  # an accelerator may have no room
+        before = digests(map(self._held, self._frozen))
+        try:
+            yield
+        finally:
+            after = digests(map(self._held, self._frozen))
+            moved = [name for name, one, other in zip(self._frozen, before, after, strict=True) if one != other]
+            self.found |= {name: self._frozen[name] for name in moved}
+            for name in () if applied() else moved:
+                if name in copies:
+                    self._held(name).copy_(copies[name])
+            self._copied = True
+            self._steps -= applied()
+        lost = [name for name in moved if name in self._rebuilt]
+        if lost:
+            problem = f"parameter {lost[0]!r} is frozen and changes in the forward pass, and checkpoints do not hold it"
+            raise JobError([f"{problem}: set save_frozen=True"], where=self._where)
+
+    def _held(self, name: str) -> Tensor:
+        """Return what this rank holds of a parameter, whose `.data` a forward may have replaced."""
+        return to_local(self._frozen[name].detach())
 
 
 class StepUndo:

@@ -38,6 +38,7 @@ from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES, frozen_parameters, new_model
 from trainwright.strategies.torch.training.optimizers import (
     AveragedWeights,
+    MovingParameters,
     NamedOptimizers,
     StepUndo,
     WeightStash,
@@ -45,7 +46,7 @@ from trainwright.strategies.torch.training.optimizers import (
     needs_closure,
 )
 
-_BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
+_BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer or moving parameter, and a copy of it
 
 
 class _StepAttempt:
@@ -75,6 +76,7 @@ class TorchReplica:
         names: full name of each parameter that requires a gradient.
         custom: a step is not one backward and one update: several optimizers, or one with a closure.
         undo: sets a custom step back after an error in it.
+        moving: frozen parameters that forwards change; they are kept and restored as buffers are.
         rates: sets the learning rates.
         average: average of the trained parameters; None where the job has none.
         rebuilt: names of frozen parameters that no state holds, since `model()` makes them.
@@ -143,12 +145,10 @@ class TorchReplica:
         self.optimizer = make_optimizer(spec, self.names, where)
         self.custom = isinstance(self.optimizer, NamedOptimizers) or needs_closure(self.optimizer)
         self.undo = StepUndo(self.optimizer, self.trainable)
+        self.moving = MovingParameters(self.model, self.rebuilt, where)
         self.rates = LearningRates(spec, self.optimizer, where)
-        self.average = (
-            None
-            if spec.weight_average is None
-            else AveragedWeights(spec.weight_average, spec.epoch_steps, self.trainable)
-        )
+        mean = spec.weight_average
+        self.average = None if mean is None else AveragedWeights(mean, spec.epoch_steps, self.trainable)
         self.laps = PhaseTimer(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = {
@@ -249,13 +249,15 @@ class TorchReplica:
     def attempt(self) -> Iterator[_StepAttempt]:
         """Drop gradients at the end; restore buffers unless the step was applied, also after an error.
 
-        They are what they were before anything of the step was done, in the step before it too.
+        They, and frozen parameters that forwards change, are what they were before anything of the step was done, in
+        the step before it too.
         """
         self.end_evaluation()
         attempt = _StepAttempt()
         before, self.begun = self.begun or self._kept(), None
         try:
-            yield attempt
+            with self.moving.watching(lambda: attempt.applied):
+                yield attempt
         finally:
             for parameter in self.trainable:
                 parameter.grad = None
@@ -282,7 +284,8 @@ class TorchReplica:
         _put_back(before, self._places)
 
     def _kept(self) -> _BufferCopies:
-        return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
+        held = (*self.named_buffers(), *self.moving.found.items())
+        return {name: (tensor, tensor.detach().clone()) for name, tensor in held}
 
     def apply(self, step: int, where: str) -> None:
         """Let the optimizer take step `step`; after an error the replica is unsound."""
@@ -309,9 +312,11 @@ class TorchReplica:
 
 
 def _put_back(before: _BufferCopies, places: Mapping[str, tuple[nn.Module, str]]) -> None:
-    for name, (buffer, kept) in before.items():
-        module, key = places[name]
-        module._buffers[key] = buffer.detach().copy_(kept)
+    for name, (tensor, kept) in before.items():
+        restored = tensor.detach().copy_(kept)
+        if name in places:
+            module, key = places[name]
+            module._buffers[key] = restored
 
 
 def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
