@@ -48,7 +48,8 @@ def train_in_parallel(
     Args:
         jobs: one for each run.
         what: the runs, in words.
-        parts: shares of the cluster, at most; by default as many as there are unfinished runs.
+        parts: shares of the cluster, at most; each has an accelerator, or a CPU, for each worker of a run. By default
+            as many as there are unfinished runs.
         resume, fresh, verbose: as of `tw.fit`.
         on_start: called with each run that has started.
         on_end: called with the job of each run that has ended, unless all are stopped; the progress of runs is not
@@ -68,11 +69,8 @@ def train_in_parallel(
     waiting = _unfinished(jobs, resume, fresh)
     if not waiting:
         return
-    cluster = discover()
-    if parts is not None:
-        parts = max(1, min(parts, cluster.slots // max(prepared.job.scaling.workers or 1 for prepared in waiting)))
     runs = ParallelRuns(
-        waiting, cluster, parts=parts, fresh=fresh, verbose=verbose, on_start=on_start, on_end=on_end,
+        waiting, discover(), parts=parts, fresh=fresh, verbose=verbose, on_start=on_start, on_end=on_end,
         on_error=on_error,
     )  # fmt: skip
     with stop_on_signals(runs) as stops:
@@ -112,6 +110,8 @@ class ParallelRuns:
         self._waiting, self._cluster = list(waiting), cluster
         self._fresh, self._verbose = fresh, verbose
         self._on_start, self._on_end, self._on_error = on_start, on_end, on_error
+        if parts is not None:
+            parts = min(parts, _share_count(cluster, max((_least_workers(each.job) for each in waiting), default=1)))
         self._free = split_cluster(cluster, parts or len(waiting))
         self._large: list[PreparedJob] = []
         self._running: dict[Run, Cluster] = {}
@@ -213,6 +213,22 @@ class _WarningsOnly(PlainTextDisplay):
         """Print nothing."""
 
 
+def _least_workers(job: Job) -> int:
+    """Return for how many workers the share of a run needs room."""
+    given = job.scaling.workers or job.scaling.min_workers
+    return given or (1 if job.planning.strategy in (None, "one_device", "tf_one_device") else 2)
+
+
+def _share_count(cluster: Cluster, workers: int) -> int:
+    """Return how many shares of a cluster have an accelerator, or a CPU, for each of so many workers; 1 or more."""
+    rooms = [node.accelerators or int(node.cpus) for node in _training_nodes(cluster)]
+    return max(1, sum(room // workers for room in rooms) or sum(rooms) // workers)
+
+
+def _training_nodes(cluster: Cluster) -> list[Node]:
+    return [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
+
+
 def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
     """Divide a cluster into shares: whole nodes, or equal parts of a node.
 
@@ -223,7 +239,7 @@ def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
     Returns:
         As many shares as wanted; fewer if there are fewer accelerators (without accelerators: fewer CPUs).
     """
-    nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
+    nodes = _training_nodes(cluster)
     if wanted <= len(nodes):
         return [Cluster(nodes=tuple(nodes[first::wanted])) for first in range(wanted)]
     parts = [wanted // len(nodes) + (number < wanted % len(nodes)) for number in range(len(nodes))]

@@ -34,6 +34,29 @@ def test_without_accelerators_a_share_has_a_cpu_or_more() -> None:
     assert [share.cpus for share in split_cluster(Cluster.parse("1x7xCPU"), 2)] == [3.5, 3.5]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "job", "shares"),
+    [
+        ("1x16xCPU", {}, [2] * 8),
+        ("1x4xCPU", {}, [1] * 4),
+        ("1x8xCPU", {"workers": 2}, [2] * 4),
+        ("1x8xCPU", {"min_workers": 3}, [4, 4]),
+        ("1x8xCPU", {"strategy": "data_parallel"}, [2] * 4),
+        ("1x8xCPU", {"strategy": "one_device"}, [1] * 8),
+        ("2x3xCPU", {"workers": 2}, [3, 3]),
+        ("2x2xCPU", {"workers": 4}, [4]),
+        ("1x2xCPU", {"workers": 4}, [2]),
+        ("2x3xH100-80GB", {"workers": 2}, [3, 3]),
+        ("1x4xH100-80GB", {}, [1] * 4),
+    ],
+)
+def test_as_many_runs_at_a_time_as_have_an_accelerator_or_a_cpu_for_each_worker(
+    cluster: str, job: dict[str, Any], shares: list[int]
+) -> None:
+    runs = ParallelRuns([Wanted("a", **job)], Cluster.parse(cluster), parts=8)  # type: ignore[list-item]
+    assert [share.accelerators or int(share.cpus) for share in runs._free] == shares
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A job that needs so many CPUs, and ends after so many looks at it, or fails."""
@@ -46,9 +69,15 @@ class Wanted:
     accelerator: str = "auto"
 
     workers: int | None = None
+    min_workers: int | None = None
+    strategy: str | None = None
 
     @property
     def job(self) -> Wanted:
+        return self
+
+    @property
+    def planning(self) -> Wanted:
         return self
 
     @property
