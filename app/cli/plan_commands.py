@@ -254,8 +254,12 @@ def _run(
 def _scenario_facts(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """Return the given values, and for the others those of the job's plan or the defaults."""
     usual: dict[str, Any] = _facts_from_plan(file) if file else {"workers": 8, "parameter_bytes": 1e8, "compute_s": 0.1}
-    found = usual | {name: value for name, value in given.items() if value is not None}
-    return {"batch_size": 64 * found["workers"], **found}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    found = {"batch_size": 64 * chosen.get("workers", usual["workers"]), **usual, **chosen}
+    if file and "compute_s" not in chosen:  # the plan's is that of its own share of its own batch
+        rows, planned = (each["batch_size"] / each["workers"] for each in (found, usual))
+        found["compute_s"] *= rows / planned
+    return found
 
 
 def _facts_from_plan(file: str) -> dict[str, Any]:

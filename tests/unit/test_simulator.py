@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.support.sample_run import stepped
+from trainwright.cli import plan_commands
 from trainwright.cli.main import app
 from trainwright.core.errors import PlanError
 from trainwright.core.events import Formed, Stale
@@ -164,6 +165,25 @@ def test_the_command_prints_a_table_and_names_what_it_cannot_read() -> None:
     assert len(found["outcomes"]) == 6 and found["target"] is None and found["outcomes"][0]["loss"] is None
     for wrong in (["--slow", "5"], ["--compute", "3"], ["--servers", "0"], ["--consistency", "ssp"]):
         assert isinstance(CliRunner().invoke(app, ["simulate", *wrong]).exception, PlanError)
+
+
+@pytest.mark.parametrize(
+    ("given", "compute_s"),
+    [
+        ({}, 0.4),
+        ({"workers": 8}, 0.1),
+        ({"batch_size": 128}, 0.8),
+        ({"workers": 8, "batch_size": 512}, 0.8),
+        ({"workers": 8, "compute_s": 0.3}, 0.3),
+    ],
+)
+def test_a_plans_time_is_that_of_a_workers_share_of_the_batch(
+    given: dict[str, Any], compute_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = {"workers": 2, "parameter_bytes": 4e6, "compute_s": 0.4, "batch_size": 64}
+    monkeypatch.setattr(plan_commands, "_facts_from_plan", lambda file: planned)
+    found = plan_commands._scenario_facts("job.py", {"workers": None, "batch_size": None, "compute_s": None, **given})
+    assert found == {**planned, **given, "compute_s": pytest.approx(compute_s)}
 
 
 def test_a_run_tells_how_stale_it_was() -> None:
