@@ -229,6 +229,13 @@ def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
     _skip_checkpoint(turn)
 
 
+def await_upload(turn: Transition) -> None:
+    """Let the ranks wait for the upload under way, until its deadline; the answer to a commit is always waited for."""
+    turn.enter(Phase.WAITING)
+    if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
+        turn.arm("upload", turn.settings.saving.upload_deadline_s)
+
+
 def abandon_upload(turn: Transition, reason: str) -> None:
     """Stop waiting for files. A commit under way is always waited for, so that entries of the log stay in order."""
     turn.change(considered=turn.state.position.step)  # its writers may still be busy: do not try this step again

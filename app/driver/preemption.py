@@ -2,7 +2,7 @@
 
 After a notice, the ranks pause after the current step and a checkpoint starts. If the remaining workers hold the whole
 state, they continue at once with a standby, a new process or fewer workers. Otherwise the driver waits for the
-checkpoint as long as the notice allows, because all ranks will restart from it.
+checkpoint as long as the notice and the deadline of uploads allow, because all ranks will restart from it.
 
 Stragglers are replaced in the same way. Each rank reports the median time of its own part of a step (reading its batch,
 forward, backward) when the ranks are idle; clocks of different nodes are never compared.
@@ -17,7 +17,7 @@ from statistics import median_low
 from trainwright.core.events import Leaving, Straggling
 from trainwright.driver import dynamic_members, failure_policy
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import abandon_upload, choose_writers, take_snapshot
+from trainwright.driver.checkpointing import abandon_upload, await_upload, choose_writers, take_snapshot
 from trainwright.driver.driver_state import DriverState, FailureCause, Phase, Transition
 from trainwright.driver.membership import (
     choose_standby,
@@ -127,7 +127,7 @@ def begin_handover(turn: Transition) -> bool:
         return True
     if not _is_overdue(state, turn.now_s):
         if upload is not None and upload.step == step and _awaits_upload(state):
-            turn.enter(Phase.WAITING)
+            await_upload(turn)
             arm_handover_timer(turn)
             return True
         if _awaits_upload(state) or not (held or state.committed >= step):

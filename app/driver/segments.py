@@ -14,6 +14,7 @@ from trainwright.core.metric_goals import check_goals
 from trainwright.driver import dynamic_members, failure_policy, preemption
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import (
+    await_upload,
     evaluation_due,
     is_best_unsaved,
     is_copy_due,
@@ -54,7 +55,7 @@ def proceed(turn: Transition) -> None:
     elif not state.ending:
         _go_on(turn)
     elif state.checkpoints.upload is not None:
-        _await_upload(turn)
+        await_upload(turn)
     elif state.committed >= state.position.step:
         _end(turn)
     else:
@@ -73,7 +74,7 @@ def _end(turn: Transition) -> None:
 def _go_on(turn: Transition) -> None:
     """Continue after the current step; first wait until the checkpoint of the best evaluation is committed."""
     if is_best_unsaved(turn.state) and turn.state.checkpoints.upload is not None:
-        _await_upload(turn)
+        await_upload(turn)
         return
     skip_if_upload_runs(turn)
     (_grow if can_grow(turn.state) else _run)(turn)
@@ -119,7 +120,7 @@ def _grow(turn: Transition) -> None:
     elif quick and upload is None and state.checkpoints.considered != step:
         take_snapshot(turn, "upload")
     elif quick and upload is not None and upload.step == step:
-        _await_upload(turn)
+        await_upload(turn)
     else:
         _run(turn)  # an older upload runs, this one failed, or the last one took too long: at the next pause
 
@@ -132,7 +133,7 @@ def is_wait_needless(state: DriverState) -> bool:
 
 
 def stop_waiting(turn: Transition) -> None:
-    """Continue although the store does not take the checkpoint that joining workers would start from, or the best."""
+    """Continue although the store does not take a checkpoint: the best, or one from which other workers would start."""
     upload, waited_s = turn.state.checkpoints.upload, turn.settings.saving.upload_deadline_s
     assert upload is not None, "the run waits for it"
     count, wanted = len(turn.state.membership.members), target_size(turn.state)
@@ -141,16 +142,12 @@ def stop_waiting(turn: Transition) -> None:
         text = (
             f"continuing before step {turn.state.position.step}, the best so far, has a checkpoint, because of {late}"
         )
+    elif preemption.leaving_members(turn.state):
+        text = f"the workers that are to leave continue for now: the others would start from {late}"
     else:
         text = f"continuing with {count} of {wanted} workers for now: more workers would start from {late}"
     turn.emit(Noted(text=text))
     _run(turn)
-
-
-def _await_upload(turn: Transition) -> None:
-    turn.enter(Phase.WAITING)
-    if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
-        turn.arm("upload", turn.settings.saving.upload_deadline_s)
 
 
 def _run(turn: Transition) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from tests.simulation.coordinators import SILENT_S
@@ -70,11 +72,14 @@ class Strikes:
             self._world.labour.die(process)
 
     def _at_preempt(self, target: Process, living: list[Process]) -> None:
+        """Its process is told to go; in a quarter of the scenarios nobody knows when, and the driver ends it."""
         target.noticed = True
-        left_s = self._world.scenario.settings.deadlines.preemption_s
+        endless = Random(self._world.scenario.seed + 2**41).random() < 0.25
+        left_s = math.inf if endless else self._world.scenario.settings.deadlines.preemption_s
         notice = m.PreemptionNoticed(worker=target.worker, left_s=left_s)
         self._world.clock.after(self._world.labour.between(0.0, 0.3), self._world.deliver, target.driver, notice)
-        self._world.clock.after(left_s, self._world.labour.die, target)
+        if not endless:
+            self._world.clock.after(left_s, self._world.labour.die, target)
 
     def _at_preempt_all(self, target: Process, living: list[Process]) -> None:
         for process in living:

@@ -7,7 +7,7 @@ import math
 from tests.simulation.plans import stage_piece
 from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core.errors import StorageError
-from trainwright.core.events import Failed, Leaving, Promoted, Resized
+from trainwright.core.events import Failed, Leaving, Noted, Promoted, Resized
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
@@ -76,6 +76,21 @@ def test_a_slow_store_does_not_make_those_who_go_late() -> None:
     assert waits and max(waits) < 25 * 0.8
     story.now_s += 20.0
     story.expires("notice")
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
+
+
+def test_a_node_that_is_drained_without_an_end_waits_for_a_frozen_writer_as_long_as_any_upload_may_take() -> None:
+    story = Story(total_steps=100, steps_per_epoch=100, workers=1).running(HEAD)
+    story.tell(m.PreemptionNoticed(worker=0, left_s=math.inf)).segment(6).snapshot(6)
+    assert story.state.phase is Phase.WAITING
+    story.now_s += story.state.settings.saving.upload_deadline_s
+    story.expires("upload")
+    assert story.state.phase is Phase.RUNNING and not story.all(m.KillWorker)
+    assert "that are to leave continue for now" in story.emitted(Noted)[0].text
+    uploaded(story, 0, 6)
+    assert story.calls("stop"), "the store takes checkpoints again"
+    story.segment(9).snapshot(9)
+    uploaded(story, 0, 9)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
 
 

@@ -28,6 +28,10 @@ def test_an_upload_given_up_at_the_end_of_a_notice_is_not_begun_again() -> None:
     assert simulate(draw(1054955)).outcomes == ["done"]
 
 
+def test_a_writer_that_hangs_before_a_handover_without_an_end_does_not_stop_the_run() -> None:
+    assert simulate(draw(20000646, also=("preempt", "upload hangs"))).outcomes == ["done"]
+
+
 @pytest.mark.parametrize(("seed", "workers"), [(1, 100), (2, 200), (3, 300), (4, 500), (5, 1000), (6, 1000), (9, 1000)])
 def test_large_worlds(seed: int, workers: int) -> None:
     outcome = simulate(draw(seed, workers))
