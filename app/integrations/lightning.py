@@ -35,6 +35,10 @@ _KEPT = {
     "test_step", "predict_step", "test_dataloader", "predict_dataloader", "prepare_data", "setup", "print", "freeze",
     "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt",
 }  # fmt: skip
+# The same of a data module.
+_KEPT_OF_DATA = _KEPT | {
+    "teardown", "state_dict", "load_state_dict", "save_hyperparameters", "from_datasets", "load_from_checkpoint",
+}  # fmt: skip
 # Attributes of a module that a Trainer gives a meaning to.
 _OF_TRAINER = {
     "trainer", "current_epoch", "global_step", "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer",
@@ -103,7 +107,7 @@ def from_lightning(
     """
     given_module = hasattr(module, "training_step") and not isinstance(module, type)
     made = module if given_module else module()
-    problems = list(_not_covered(made))
+    problems = [*_not_covered(made), *_hooks_not_called(datamodule)]
     if not given_module and "setup" in overridden(made, _base(made)):
         problems.append("setup() is overridden: give the module itself, or do it in the function that makes it")
     if problems:
@@ -154,6 +158,15 @@ def _not_covered(module: Any) -> Iterator[str]:
             used = _attributes(function) & _OF_TRAINER
             if used and name not in ("configure_optimizers", "configure_callbacks", "prepare_data", "setup"):
                 yield f"{name}() uses self.{', self.'.join(sorted(used))}: there is no Trainer; pass values to __init__"
+
+
+def _hooks_not_called(datamodule: Any) -> Iterator[str]:
+    """Describe the hooks of a LightningDataModule that a job does not call, one line for each."""
+    kinds = type(datamodule).__mro__
+    base = next((kind for kind in kinds if kind.__name__ == "LightningDataModule"), None)
+    for name in () if base is None else overridden(datamodule, base):
+        if name not in _KEPT_OF_DATA:
+            yield f"{name}() of {kinds[0].__name__} is overridden, and is not called: {_remedy(name)}"
 
 
 def _attributes(function: Any) -> set[str]:

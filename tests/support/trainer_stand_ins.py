@@ -54,6 +54,31 @@ class LightningModule(nn.Module):
     def setup(self, stage: str) -> None: ...
 
 
+class LightningDataModule:
+    """With the hooks that tests override."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def teardown(self, stage: str) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def train_dataloader(self) -> Any:
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        raise NotImplementedError
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, number: int) -> Any:
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, number: int) -> Any:
+        return batch
+
+
 class Points(Dataset[Any]):
     """Pairs of a point and its class."""
 

@@ -17,6 +17,7 @@ from tests.support.torch_engines import feed, one_device
 from tests.support.trainer_stand_ins import (
     BATCH,
     Classifier,
+    LightningDataModule,
     LightningModule,
     Points,
     Texts,
@@ -158,6 +159,40 @@ def test_hooks_of_a_lightning_module_are_refused_by_name() -> None:
     with pytest.raises(JobError) as refused:
         tw.from_lightning(Uncovered())
     words = ("on_train_epoch_end()", "optimizer_step()", "automatic_optimization", "self.current_epoch")
+    assert len(refused.value.problems) == len(words)
+    assert all(any(word in problem for problem in refused.value.problems) for word in words)
+
+
+class PointsModule(LightningDataModule):
+    def prepare_data(self) -> None:
+        self.rows = 24
+
+    def setup(self, stage: str) -> None:
+        self.points = Points(self.rows)
+
+    def teardown(self, stage: str) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.points, batch_size=6)
+
+
+class Normalized(PointsModule):
+    def transfer_batch_to_device(self, batch: Any, device: Any, number: int) -> Any:
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, number: int) -> Any:
+        return [batch[0] / 2, batch[1]]
+
+
+def test_hooks_of_a_data_module_that_change_batches_are_refused_by_name() -> None:
+    job = tw.from_lightning(Classifier(), PointsModule())
+    assert (job.batch_size, job.train.index().rows) == (6, 24)
+    with pytest.raises(JobError) as refused:
+        tw.from_lightning(Classifier(), Normalized())
+    words = ("transfer_batch_to_device()", "on_after_batch_transfer()")
     assert len(refused.value.problems) == len(words)
     assert all(any(word in problem for problem in refused.value.problems) for word in words)
 
