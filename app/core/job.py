@@ -432,7 +432,8 @@ class Job(_JobModel):
         metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Also name -> a
             class, or a function without arguments, whose objects have `update(outputs, targets)`, `merge(other)` and
             `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`), or a metric of
-            Keras (`keras.metrics.AUC()`): each rank updates one, and they are merged in the order of ranks.
+            Keras (`keras.metrics.AUC()`): each rank updates one, and they are merged in the order of ranks. The names
+            `loss`, `step`, `epoch` and `seconds` are taken.
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, or virtual epochs of `epoch_samples`.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.core.engine import MASK_SUFFIX, takes_optimizer
 from trainwright.core.errors import PlanError, nearest
-from trainwright.core.loss_api import has_sum_reduction
+from trainwright.core.loss_api import EVALUATION_COLUMNS, has_sum_reduction
 from trainwright.core.strict_model import data_problem, function_problem
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
@@ -33,6 +33,9 @@ def inconsistencies(job: Job) -> list[str]:
         problems.append("inputs= is missing: name the columns given to the model")
     if job.metrics and not job.inputs:
         problems.append("metrics= need inputs= and targets=")
+    if taken := [name for name in job.metrics if name in EVALUATION_COLUMNS]:
+        names = ", ".join(map(repr, taken))
+        problems.append(f"metrics= has {names}, which run.evaluations has already: use other names")
     data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
     problems += filter(None, (data_problem(name, value) for name, value in data.items()))
     problems += filter(None, [function_problem("model", job.model), *_schedule_problems(job)])

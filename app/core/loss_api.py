@@ -80,8 +80,8 @@ def _names_targets_first(function: Callable[..., Any]) -> bool:
 _Tensor = TypeVar("_Tensor")
 _gather_function: ContextVar[Callable[[Any], Any] | None] = ContextVar("gather", default=None)
 _log_function: ContextVar[Callable[[str, Any], None] | None] = ContextVar("log", default=None)
-_NOT_LOGGED = frozenset({"loss", "step", "epoch", "learning_rate", "gradient_norm", "samples_per_s", "wait_share",
-                         "generation", "seconds"})  # columns of `run.history` and `run.evaluations`  # fmt: skip
+EVALUATION_COLUMNS = frozenset({"loss", "step", "epoch", "seconds"})  # of `run.evaluations`, beside the metrics
+_NOT_LOGGED = EVALUATION_COLUMNS | {"learning_rate", "gradient_norm", "samples_per_s", "wait_share", "generation"}
 
 
 def gather(tensor: _Tensor) -> _Tensor:

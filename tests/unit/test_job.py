@@ -50,6 +50,10 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"loss": None}, "either loss="),
         ({"step": max}, "either loss="),
         ({"inputs": ()}, "inputs= is missing"),
+        (
+            {"metrics": dict.fromkeys(("loss", "f1", "step", "epoch", "seconds"), max)},
+            "metrics= has 'loss', 'step', 'epoch', 'seconds', which run.evaluations has already: use other names",
+        ),
         ({"train": [1, 2]}, "train= is no data set"),
         ({"evaluate": "data"}, "evaluate= is no data set"),
         ({"workers": 0}, "workers=0"),
