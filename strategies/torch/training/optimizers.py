@@ -109,8 +109,9 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 class MovingParameters:
     """The frozen parameters that forwards change, such as those of a momentum encoder or of a mean teacher.
 
-    They are found by their digests, since `.data` writes without a new version. They follow the trained parameters, and
-    may be equal to them at first: so all frozen parameters are watched until a few steps have been applied.
+    They are found by their digests, since `.data` writes without a new version. They follow trained parameters: those
+    with the shape of one are watched, which leaves out the large base of a small adapter. They may be equal to them at
+    first, so they are watched until a few steps have been applied.
 
     Args:
         model: whose they are.
@@ -123,8 +124,10 @@ class MovingParameters:
 
     def __init__(self, model: nn.Module, rebuilt: Collection[str], where: str) -> None:
         self.found: dict[str, Tensor] = {}
-        frozen = ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
-        self._frozen = {name: each for name, each in frozen if not each.is_meta}  # which other stages hold
+        shapes = {each.shape for each in model.parameters() if each.requires_grad}
+        frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        # Those on the meta device are of other stages.
+        self._frozen = {name: each for name, each in frozen.items() if each.shape in shapes and not each.is_meta}
         self._rebuilt, self._where = rebuilt, where
         self._copied, self._steps = False, _WATCHED_STEPS
 
