@@ -202,6 +202,8 @@ def retry_transient(
 
 
 _WILD = re.compile(r"[*?\[]")
+_OPTION = r"\w+=[^&*?\[/]*(?:://[^&*?\[/]*)?"
+_OPTIONS = re.compile(rf"\?{_OPTION}(?:&{_OPTION})*$")  # of a store, at the end of its address; no wildcard `?`
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -224,14 +226,15 @@ def resolve_file_system(path: str) -> tuple[pafs.FileSystem, str]:
     """The file system of an absolute path or URI, and the path or glob within it. Raises DataError."""
     if "://" not in path:
         return pafs.LocalFileSystem(), path
-    base = _WILD.split(path, maxsplit=1)[0]
+    address = _OPTIONS.sub("", path)
+    base, options = _WILD.split(address, maxsplit=1)[0], path[len(address) :]
     try:
-        system, root = retry_transient(lambda: pafs.FileSystem.from_uri(base), path)
+        system, root = retry_transient(lambda: pafs.FileSystem.from_uri(base + options), path)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"the address is not understood: {error}", where=path, remedy="use s3, gs or abfs") from error
-    pattern = path[len(base) :]
+    pattern = address[len(base) :]
     return system, f"{root}/{pattern}" if pattern and base.endswith("/") and not root.endswith("/") else root + pattern
 
 
@@ -299,7 +302,14 @@ def _has_suffix(info: pafs.FileInfo, base: str, suffixes: tuple[str, ...]) -> bo
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """`**/` any folders, `*` and `?` within one name, `[...]` one of some characters."""
+    """`**/` any folders, `*` and `?` within one name, `[...]` one of some characters, `[!...]` any other."""
     words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return re.compile("".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts))
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\])", pattern)
+    return re.compile("".join(words.get(part) or _characters(part) or re.escape(part) for part in parts))
+
+
+def _characters(part: str) -> str:
+    """The regular expression of one `[...]` of a glob; empty for other text."""
+    if not part.startswith("["):
+        return ""
+    return f"(?!/)[^{part[2:]}" if part[1] in "!^" and len(part) > 3 else part

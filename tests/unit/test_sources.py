@@ -17,6 +17,7 @@ from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
 from trainwright.datasets.data_source import Field, Loader
 from trainwright.datasets.dataset import transformed_fields
+from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.row_reader import RowReader
 
 
@@ -82,14 +83,31 @@ def test_rows_are_read_in_the_order_asked_for(folder: Path) -> None:
         data.read(data.index(), [29])
 
 
-@pytest.mark.parametrize(("path", "rows"), [("a.parquet", 20), ("*.parquet", 20), ("**/*.parquet", 29), ("m*/?.p*", 9)])
+@pytest.mark.parametrize(
+    ("path", "rows"),
+    [
+        ("a.parquet", 20), ("*.parquet", 20), ("**/*.parquet", 29), ("m*/?.p*", 9),
+        ("**/[!a].parquet", 9), ("**/[^a].parquet", 9), ("**/[!b-z_]*", 20), ("[ab].parquet", 20), ("more[!x]b*", 0),
+    ],
+)  # fmt: skip
 def test_files_and_globs(folder: Path, path: str, rows: int) -> None:
-    assert parquet(f"{folder}/{path}").index().rows == rows
+    if rows:
+        assert parquet(f"{folder}/{path}").index().rows == rows
+    else:
+        with pytest.raises(DataError, match="no parquet file is here"):
+            parquet(f"{folder}/{path}").index()
 
 
 @pytest.mark.parametrize(("path", "rows"), [("", 29), ("/a.parquet", 20), ("/**/b.parquet", 9)])
 def test_uris(folder: Path, path: str, rows: int) -> None:
     assert parquet(f"{folder.as_uri()}{path}").index().rows == rows
+
+
+@pytest.mark.parametrize("path", ["train", "train/", "tr*", "part-?.parquet", "y=?/**/[!0]"])
+def test_the_options_in_the_address_of_a_store_are_no_wildcard(path: str) -> None:
+    for options in ("region=eu-west-9", "endpoint_override=http://minio:9000&scheme=http&region=eu-west-9"):
+        system, found = resolve_file_system(f"s3://bucket/{path}?{options}")
+        assert system.region == "eu-west-9" and found == f"bucket/{path}".rstrip("/")
 
 
 def test_a_relative_path_means_the_same_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
