@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any, Protocol, TypeVar
 
@@ -245,9 +246,9 @@ def glob_base(path: str) -> str:
 
 
 def find_files(
-    system: pafs.FileSystem, path: str, shown: str, kind: str, suffixes: tuple[str, ...]
+    system: pafs.FileSystem, path: str, shown: str, kind: str, suffixes: tuple[str, ...], *, linked_files: bool = False
 ) -> list[pafs.FileInfo]:
-    """The files at a path, sorted by path.
+    """The files at a path, sorted by path. Symbolic links on a local disk repeat none.
 
     Args:
         system: to look in.
@@ -256,6 +257,7 @@ def find_files(
         shown: the path as the user wrote it.
         kind: of the files, for messages.
         suffixes: of files that are taken from a folder.
+        linked_files: whether a link to a file that is found too is another file; a link to a folder is none.
 
     Raises:
         DataError: nothing is there, or the store cannot be listed.
@@ -270,7 +272,23 @@ def find_files(
             where=shown,
             remedy=f"name a folder or glob with files that end in {', '.join(suffixes)}",
         )
-    return files
+    return _distinct(files, base, linked_files) if isinstance(system, pafs.LocalFileSystem) else files
+
+
+def _distinct(files: list[pafs.FileInfo], base: str, linked_files: bool) -> list[pafs.FileInfo]:
+    """Keep one path of each local file, if possible one without a link below the base."""
+    root, real_folder = os.path.realpath(base), lru_cache(maxsize=None)(os.path.realpath)
+    found: dict[str, tuple[bool, int, str]] = {}
+    for info in files:
+        folder, name = os.path.split(info.path)
+        real = os.path.join(real_folder(folder), name)
+        if not linked_files and os.path.islink(real):
+            real = os.path.realpath(real)
+        straight = os.path.normpath(root + info.path[len(base) :])
+        rank = real != straight, len(info.path), info.path
+        found[real] = min(found.get(real, rank), rank)
+    kept = {path for _, _, path in found.values()}
+    return [info for info in files if info.path in kept]
 
 
 def filter_files(listed: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:

@@ -63,7 +63,7 @@ class ImageSource(Source):
         """List the files; reads none. Raises DataError where one lies in no class folder, or a class has none."""
         system, path = resolve_file_system(self.path)
         base = glob_base(path).rstrip("/")
-        files = find_files(system, path, self.path, "image", _SUFFIXES)
+        files = find_files(system, path, self.path, "image", _SUFFIXES, linked_files=True)
         files.sort(key=lambda info: (os.path.dirname(info.path).split("/"), info.path))
         folders = [(name, list(infos)) for name, infos in groupby(files, lambda info: os.path.dirname(info.path))]
         classes = self._classes([_class_of(name, base, infos[0].path) for name, infos in folders])
@@ -180,7 +180,7 @@ def _require_images(system: pafs.FileSystem, base: str, classes: tuple[str, ...]
             if info.base_name.startswith(("_", ".")):
                 continue
             raise DataError(
-                "the class folder has no image, so that labels might not mean the same elsewhere",
+                "the class folder has no image of its own, so that labels might not mean the same elsewhere",
                 where=info.path,
                 remedy="remove the folder, or give all names: images(path, classes=[...])",
             )

@@ -81,6 +81,27 @@ def test_files_folders_globs_and_uris(tmp_path: Path, path: str, rows: int, uri:
     assert csv(f"{folder.as_uri() if uri else folder}{path}").index().rows == rows
 
 
+def test_links_in_a_folder_repeat_no_row(tmp_path: Path) -> None:
+    """Of the paths of a file, one without a link in the folder counts, wherever the folder itself lies."""
+    folder = tmp_path / "data"
+    (folder / "v2").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    write_csv(frame(5), folder / "v2" / "b.csv")
+    write_csv(frame(4, first=5), tmp_path / "other" / "c.csv")
+    before = csv(folder).index()
+    (folder / "a.csv").symlink_to(folder / "v2" / "b.csv")
+    for name, target in (("current", "v2"), ("all", "."), ("more", tmp_path / "other")):
+        (folder / name).symlink_to(target)
+    (tmp_path / "linked").symlink_to(folder)
+    assert before.rows == 5
+    for path in (folder, tmp_path / "linked"):
+        for shown in (str(path), f"{path}/**/*.csv", path.as_uri()):
+            groups = csv(shown).index().groups
+            assert [(group.file, group.rows) for group in groups] == [
+                (f"{path}/more/c.csv", 4), (f"{path}/v2/b.csv", 5)
+            ]  # fmt: skip
+
+
 def test_a_relative_path_means_the_same_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_csv(frame(3), tmp_path / "a.csv")
     monkeypatch.chdir(tmp_path)

@@ -49,6 +49,18 @@ def class_names(data: Dataset) -> tuple[str, ...]:
     return data.source.class_names()
 
 
+def test_a_linked_image_counts_and_a_linked_folder_repeats_none(folder: Path) -> None:
+    (folder / "cat-x" / "a.png").symlink_to(folder / "cat" / "a.png")
+    (folder / "cat" / "again").symlink_to("more")
+    data = images(folder)
+    index = data.index()
+    read = data.read(index, range(index.rows))
+    assert read["file"].tolist()[2:] == ["cat/a.png", "cat/z.png", "cat/more/b.png", "cat-x/a.png", "cat-x/c.png"]
+    (folder / "latest").symlink_to(".")
+    with pytest.raises(DataError, match=r"no image of its own.*latest"):
+        images(folder).index()
+
+
 def test_folders_are_classes(folder: Path) -> None:
     data = images(folder)
     index = data.index()
