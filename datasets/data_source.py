@@ -255,7 +255,7 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     Fixed-shape tensors and fixed-size lists become dimensions; text, bytes, lists and structs become objects.
     Raises DataError, naming `where`, for nulls, those within lists and dictionaries included.
     """
-    flat: pa.Array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # this copies even one
+    flat = joined_chunks(column)
     rows, (_, shape) = len(flat), _tensor(flat.type)
     if isinstance(flat, pa.ExtensionArray):
         flat = flat.storage
@@ -265,6 +265,14 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     if pa.types.is_dictionary(flat.type):
         flat = flat.dictionary_decode()
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(rows, *shape)
+
+
+def joined_chunks(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array; text and bytes of several chunks with offsets that go beyond 2 GiB."""
+    if column.num_chunks == 1:
+        return column.chunk(0)  # `combine_chunks` copies even one
+    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(column.type)
+    return (column if wide is None else column.cast(wide)).combine_chunks()
 
 
 def object_array(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ import pytest
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.data_source import Field, Loader
+from trainwright.datasets.data_source import Field, Loader, joined_chunks
 from trainwright.datasets.dataset import transformed_fields
 from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.row_reader import RowReader
@@ -108,6 +108,17 @@ def test_the_options_in_the_address_of_a_store_are_no_wildcard(path: str) -> Non
     for options in ("region=eu-west-9", "endpoint_override=http://minio:9000&scheme=http&region=eu-west-9"):
         system, found = resolve_file_system(f"s3://bucket/{path}?{options}")
         assert system.region == "eu-west-9" and found == f"bucket/{path}".rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wide"),
+    [(pa.string(), pa.large_string()), (pa.binary(), pa.large_binary()), (pa.float32(), pa.float32())],
+)
+def test_chunks_of_text_and_bytes_are_joined_with_wide_offsets(kind: pa.DataType, wide: pa.DataType) -> None:
+    """Those of string and binary end at 2 GiB."""
+    column = pa.chunked_array([["1"], ["22"]]).cast(kind)
+    assert joined_chunks(column).type == wide and joined_chunks(column).to_pylist() == column.to_pylist()
+    assert joined_chunks(column.slice(1)).type == kind, "one chunk is taken as it is"
 
 
 def test_a_relative_path_means_the_same_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
