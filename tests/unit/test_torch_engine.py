@@ -265,6 +265,36 @@ def _frozen_middle() -> nn.Module:
     return model
 
 
+class Merging(nn.Linear):
+    """Holds an adapter that evaluation mode adds to the weight, as loralib's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.adapter = nn.Parameter(torch.ones(8))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if mode == self.merged:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_an_evaluation_ends_with_the_models_own_train() -> None:
+    def held() -> nn.Module:
+        model = Net(middle=Merging)
+        model.first.eval()
+        return model
+
+    engine = one_device(spec(model=held))
+    before = engine.replica.model.middle.weight.detach().clone()
+    engine.evaluate_step(feed())
+    middle = engine.replica.model.middle
+    assert not middle.merged
+    torch.testing.assert_close(middle.weight.detach(), before)
+    assert [module.training for module in engine.replica.model.children()] == [False, True, True]
+
+
 class Carrying(Net):
     """Gives a state too, by layers and not by samples, as an LSTM does."""
 

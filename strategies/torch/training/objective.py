@@ -292,12 +292,16 @@ class BackwardRoots:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; at the end each module is in its earlier mode again."""
+    """Put a model into evaluation mode; at the end each module is in its earlier mode again.
+
+    Both go through `train()`, in which a module may do more, such as merging weights and taking them apart.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
+        model.train(modes[0][1])
         for module, training in modes:
             module.training = training
 
