@@ -79,6 +79,7 @@ class ModelProfile:
         evaluating: names of dropouts and batch norms that stay in evaluation mode when the model is trained.
         uncut: why the model's forward cannot be divided into pipeline stages; empty where it can.
         untraced: the error that stopped the model's trace; its layers then have two operations for each parameter.
+        least_rows: rows that a forward takes at least while training: 2 where a batch norm normalizes vectors.
         loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
         guests: untrained models that run forward in the loss, such as teachers; no layout divides them, since their
             inputs are targets.
@@ -101,6 +102,7 @@ class ModelProfile:
     evaluating: tuple[str, ...] = ()
     uncut: str = ""
     untraced: str = ""
+    least_rows: int = 1
     loss_scale: bool = False
     guests: tuple[ModelProfile, ...] = ()
     weight_copies: int = 0

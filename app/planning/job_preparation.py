@@ -17,6 +17,7 @@ from trainwright.core.metric_goals import check_goals, goal_notes
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index, delivery_of, transformed_fields
+from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
@@ -179,6 +180,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     room, kept = reserve_for_transforms(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
+    _check_batch_norm(prepared, profile, decision.chosen)
     _check_weights(job, profile)
     if job.recovery.on_loss == "shrink" and profile.framework == "tensorflow":
         raise JobError(['on_loss="shrink" is for torch: after each failure all processes of TensorFlow start again'])
@@ -246,6 +248,30 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
                 f"{devices} devices: use a batch_size that leaves none, drop_last=True, or devices=1"
             ]
         )
+
+
+def _check_batch_norm(prepared: PreparedJob, profile: ModelProfile, plan: Plan) -> None:
+    """Refuse batches that leave a batch norm too few rows for a variance: the first, or the last of an epoch.
+
+    Raises:
+        JobError: there is one.
+    """
+    if profile.least_rows == 1:
+        return
+    job, schedule = prepared.job, make_schedule(prepared.train, **prepared.job.ordering())
+    parts, _ = plan.micro_batches(job.batch_size)
+    ranks = 1 if job.training.batch_norm == "sync" else plan.mesh.data_ranks
+    for step in (0, prepared.steps_per_epoch - 1):
+        own, size = int(schedule.share_rows(range(step, step + 1), ranks).min()), schedule.size(step)
+        if own < profile.least_rows * parts:
+            what = f"a batch of {formatting.count(size, 'row')} leaves a data rank {own // parts} for a micro-batch"
+            larger = "a larger batch_size" if size == job.batch_size else "drop_last=True, another batch_size"
+            raise JobError(
+                [
+                    f"{what}, and a batch norm of vectors is trained on {profile.least_rows} at least: set {larger}, "
+                    'fewer workers, or batch_norm="sync", which counts the rows of all data ranks'
+                ]
+            )
 
 
 def _check_weights(job: Job, profile: ModelProfile) -> None:

@@ -106,7 +106,7 @@ def profile_model(
     if inputs:
         layers = append_loss(layers, trace.calls[model].output / rows)
     uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
-    return replace(known, layers=layers, uncut=uncut)
+    return replace(known, layers=layers, uncut=uncut, least_rows=least if norms else 1)
 
 
 def _mostly_between_sums(layers: tuple[LayerCost, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -151,6 +152,52 @@ def test_what_is_wrong_is_said_before_a_run_begins(
     assert what in text and "rows before any worker started" in caught.value.where and "rank" not in text
     assert kind is not UserCodeError or "Traceback" in caught.value.detail or "shapes" in text
     assert prepare(job(tmp_path, epochs=2)).begun is False, "no run of that name was begun: the mended job may start"
+
+
+def vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def maps() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 2))
+
+
+def frozen() -> nn.Module:
+    model = vectors()
+    model[1].eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        (
+            {"model": vectors, "batch_size": 21},
+            "a batch of 1 row leaves .* 1 for a micro-batch.*: set drop_last=True",
+        ),
+        ({"model": vectors, "batch_size": 21, "drop_last": True}, ""),
+        ({"model": maps, "batch_size": 21}, ""),
+        ({"model": frozen, "batch_size": 21}, ""),
+        (
+            {"model": vectors, "batch_size": 31, "plan": "dp=2", "workers": 2},
+            "of 2 rows .*: set drop_last=True",
+        ),
+        (
+            {"model": vectors, "batch_size": 2, "plan": "dp=2", "workers": 2},
+            "of 2 rows .*: set a larger batch_size",
+        ),
+        ({"model": vectors, "batch_size": 31, "plan": "dp=2", "workers": 2, "batch_norm": "sync"}, ""),
+        ({"model": vectors, "batch_size": 61, "accumulation": 2}, "a batch of 3 rows leaves a data rank 1"),
+        ({"model": vectors, "batch_size": 60, "accumulation": 2}, ""),
+    ],
+    ids=["one row", "left out", "maps", "frozen", "two ranks", "each batch", "sync", "micro-batches", "two rows"],
+)
+def test_a_batch_that_is_too_small_for_a_batch_norm_of_vectors_is_refused(
+    fields: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    prepared = prepare(job(tmp_path, **{"inexact": ("batch_norm",), **fields}))
+    with pytest.raises(JobError, match=refused) if refused else contextlib.nullcontext():
+        plan_for(prepared, HERE)
 
 
 def test_a_plan_is_not_shown_for_functions_that_raise(tmp_path: Path) -> None:
