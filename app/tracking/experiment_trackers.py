@@ -55,9 +55,10 @@ class Tracker(Protocol):
 
     A tracker must be picklable before `begin`, for a driver in the cluster. All calls come from the same thread and may
     block: training does not wait for them. An exception switches the tracker off for this driver, with a note in the
-    run. An optional method `check()` is called before anything starts, in the process of the caller; its exception
-    rejects the job. An optional method `log_media(media)` gets a sequence of images and texts of callbacks, each with
-    `step`, `name` and `time_s`, and either `image` (bytes, PNG) with `width` and `height`, or `text`.
+    run; only `end` is still called, if `begin` returned. An optional method `check()` is called before anything starts,
+    in the process of the caller; its exception rejects the job. An optional method `log_media(media)` gets a sequence
+    of images and texts of callbacks, each with `step`, `name` and `time_s`, and either `image` (bytes, PNG) with
+    `width` and `height`, or `text`.
     """
 
     def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
@@ -104,7 +105,8 @@ def import_optional(name: str, package: str, tracker: str) -> Any:
 _RUN_ID_TAG = "trainwright.id"  # the tag that identifies a run
 _STEP_METRIC = "trainwright/step"  # the metric that holds the last recorded step
 _MOST_METRICS, _MOST_PARAMS, _LONGEST = 900, 90, 5000  # limits of a batch and of a value, below those of all servers
-_NO_KEY = re.compile(r"[^a-zA-Z0-9_\-./ ]")  # characters that the name of an image must not have
+# characters that the name of an image, or of a metric, must not have; and the limit of both
+_NO_IMAGE_NAME, _NO_METRIC_NAME, _LONGEST_NAME = re.compile(r"[^a-zA-Z0-9_\-./ ]"), re.compile(r"[^\w\-./ :]"), 250
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -158,7 +160,7 @@ class MLflow:
                 self._client.set_tag(self._run, f"trainwright.now.{name}", value)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`."""
+        """See `Tracker.log`. Characters that MLflow refuses in the name of a metric become `_`."""
         entities = import_optional("mlflow.entities", "mlflow-skinny", "MLflow")
         waiting: list[Any] = []
         for row in rows:
@@ -167,14 +169,16 @@ class MLflow:
                 self._client.log_batch(self._run, metrics=waiting)
                 waiting = []
             time_ms = int(row.time_s * 1e3)
-            waiting += [entities.Metric(name, value, time_ms, row.step) for name, value in values.items()]
+            waiting += [
+                entities.Metric(_clean_name(name, _NO_METRIC_NAME), value, time_ms, row.step)
+                for name, value in values.items()
+            ]
         self._client.log_batch(self._run, metrics=waiting)
 
     def log_media(self, media: Sequence[MediaLogged]) -> None:
         """See `Tracker`. MLflow shows images by steps; texts become files, `texts/NAME/STEP.txt`."""
         for each in media:
-            parts = _NO_KEY.sub("_", each.name).split("/")
-            name = "/".join(part for part in parts if part.strip(". ")) or "_"
+            name = _clean_name(each.name, _NO_IMAGE_NAME)
             if each.image:
                 image = import_optional("PIL.Image", "pillow", "MLflow").open(io.BytesIO(each.image))
                 self._client.log_image(
@@ -188,6 +192,12 @@ class MLflow:
         for name, uri in ending.links.items():
             self._client.set_tag(self._run, f"trainwright.{name}", uri)
         self._client.set_terminated(self._run, _STATUS[ending.state])
+
+
+def _clean_name(name: str, refused: re.Pattern[str]) -> str:
+    """Return a name that MLflow takes, which is a path, too."""
+    parts = refused.sub("_", name[:_LONGEST_NAME]).split("/")
+    return "/".join(part for part in parts if part.strip(". ")) or "_"
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------

@@ -496,7 +496,7 @@ class TrackerThread:
         self._change = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._waiting_steps = 0
-        self._closing = self._off = self._lagging = False
+        self._closing = self._off = self._lagging = self._begun = False
         self._taken = _TrackerPosition()
         self._thread = threading.Thread(target=self._work, name=f"trainwright-{self._name}", daemon=True)
 
@@ -534,11 +534,18 @@ class TrackerThread:
         try:
             while (events := self._next()) is not None:
                 self._tell(events)
-            self._tracker.end(self._taken.ending(self._store, self._run))
         except Exception as error:  # a tracker may raise any exception
-            self._off = True
-            cause = redact(f"{type(error).__name__}: {error}".strip())
-            self._say(f"the tracker {self._name} failed and is switched off; training continues: {cause[:500]}")
+            self._switch_off("failed and is switched off; training continues", error)
+        try:
+            if self._begun:
+                self._tracker.end(self._taken.ending(self._store, self._run))
+        except Exception as error:
+            self._switch_off("could not finish its record", error)
+
+    def _switch_off(self, what: str, error: Exception) -> None:
+        self._off = True
+        cause = redact(f"{type(error).__name__}: {error}".strip())
+        self._say(f"the tracker {self._name} {what}: {cause[:500]}")
 
     def _next(self) -> list[Event] | None:
         """Wait for events and return them; None at the end."""
@@ -556,6 +563,7 @@ class TrackerThread:
             if isinstance(event, RunStarted):
                 known = TrackedRun(name=self._run, id=_identity(self._store, event), total_steps=event.total_steps)
                 self._taken.begin(self._tracker.begin(known, params_of(event)))
+                self._begun = True
             rows += self._taken.rows(event)
             media += self._taken.media(event)
         if rows and not self._off:

@@ -145,7 +145,24 @@ def test_one_that_fails_is_switched_off_once_and_tells_no_secret() -> None:
     assert note.startswith(
         "the tracker Broken failed and is switched off; training continues: RuntimeError: no way to http://me:***@track"
     )
-    assert SECRET not in note and broken.calls == ["begin"]
+    assert SECRET not in note and broken.calls == ["begin", "end"]
+
+
+def test_one_that_cannot_end_says_so_and_one_that_could_not_begin_is_not_ended() -> None:
+    class Endless(Diary):
+        def end(self, ending: trackers.RunResult) -> None:
+            raise RuntimeError("no way back")
+
+    class Shut(Broken):
+        def begin(self, run: trackers.TrackedRun, params: Mapping[str, str]) -> int:
+            raise RuntimeError("no way in")
+
+    assert drive(Endless(), whole_run()) == [
+        "the tracker Endless could not finish its record: RuntimeError: no way back"
+    ]
+    shut = Shut()
+    (note,) = drive(shut, whole_run())
+    assert note.endswith("training continues: RuntimeError: no way in") and shut.calls == []
 
 
 def test_one_that_lags_holds_nobody_up() -> None:
@@ -261,6 +278,18 @@ def test_mlflow_takes_more_rows_than_one_request_may_have(flow: Callable[[], tra
     assert again.begin(trackers.TrackedRun(name="demo", id="demo-1", total_steps=400), {}) == 400
     assert len(again._client.get_run(again._run).data.params) == 200
     assert len(again._client.get_metric_history(again._run, "b")) == 400
+
+
+def test_mlflow_takes_metrics_of_any_name(flow: Callable[[], trackers.MLflow]) -> None:
+    tracker = flow()
+    names = ("acc@5", "top-5 (%)", "a//b", "../up", "kept: ü.1/x", "long" * 100)
+    happened = [*whole_run()[:5], events.Evaluated(time_s=109, step=8, metrics=dict.fromkeys(names, 0.5))]
+    assert drive(tracker, happened) == []
+    found = tracker._client.get_run(tracker._run)
+    assert {name for name in found.data.metrics if name.startswith("evaluation/")} == {
+        "evaluation/acc_5", "evaluation/top-5 ___", "evaluation/a/b", "evaluation/up", "evaluation/kept: ü.1/x",
+        f"evaluation/{'long' * 100}"[:250],
+    }  # fmt: skip
 
 
 def media(*steps: int, name: str = "../digits: a") -> list[events.MediaLogged]:
