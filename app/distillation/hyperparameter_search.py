@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
-from trainwright.core.errors import JobError, RunConflict, TrainwrightError, nearest
+from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, TrainwrightError, nearest
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets import Dataset, split
 from trainwright.distillation.distillation_job import ComposedJob, LoadedDistillation, compose_job, train_teachers
@@ -39,7 +39,7 @@ from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
-from trainwright.tuning.trials import SearchMetric, delete_search, fixed_layout, train_trials
+from trainwright.tuning.trials import SearchMetric, TrialWatcher, delete_search, fixed_layout, train_trials
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -112,7 +112,7 @@ class Search(StrictModel):
         return tuple(range(self.student.training.seed, self.student.training.seed + self.seeds))
 
     def rank(self, value: float) -> float:
-        """Return a number that is larger for a better value of the metric; NaN comes last."""
+        """Return a number that is larger for a better value of the metric; NaN and infinity come last."""
         return SearchMetric(name=self.metric, largest=self.mode == "max").rank(value)
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
@@ -285,7 +285,7 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     """Train all settings with the first seed, and the finalists and the student alone with all seeds.
 
     Returns:
-        The metric of each run on the validation set, by name.
+        The metric of each run on the validation set, by name; NaN where its loss became NaN or infinite.
     """
     names, (first, *others) = tuple(search.settings()), search.seed_values
     finalists = min(search.finalists or len(names), len(names))
@@ -294,9 +294,14 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     found: dict[str, float] = {}
 
     def train(runs: Mapping[str, Job]) -> None:
+        watcher = _DivergedRuns(None, SearchMetric(name=search.metric, largest=search.mode == "max"), ())
         found.update(
-            train_trials(runs.values(), search.metric, concurrent=search.concurrent, resume=True, verbose=verbose)
-        )
+            train_trials(
+                runs.values(), search.metric, concurrent=search.concurrent, resume=True, verbose=verbose,
+                watcher=watcher,
+            )
+        )  # fmt: skip
+        found.update(dict.fromkeys(watcher.errors, math.nan))
         if missing := [name for name in runs if name not in found]:
             what = f"the evaluation after the last step is missing: {', '.join(missing)}"
             raise TrainwrightError(what, where=store.uri, remedy="call it again; trainwright show tells how they ended")
@@ -312,17 +317,31 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     return found
 
 
+class _DivergedRuns(TrialWatcher):
+    """Keeps the errors of runs whose loss became NaN or infinite; other errors end the search."""
+
+    def failed(self, job: Job, error: TrainwrightError) -> None:
+        if not isinstance(error, NonFiniteLoss):
+            raise error
+        super().failed(job, error)
+
+
 def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, float], verbose: bool) -> SearchResult:
     """Choose a setting on the validation set, and evaluate it and the student alone on the test set."""
     settings = tuple(_with_score(each, search, metrics) for each, _ in search.settings().values())
     most = max(len(each.validation.values) for each in settings)
     finalists = [each for each in settings if len(each.validation.values) == most]
-    chosen = max(finalists, key=lambda each: search.rank(each.validation.mean))
+    chosen = max(finalists, key=lambda each: [*map(search.rank, (each.validation.mean, each.validation.values[0]))])
+    if not math.isfinite(chosen.validation.values[0]):
+        raise TrainwrightError(
+            f"{search.metric!r} is NaN or infinite with each setting", where=uri,
+            remedy="lower the learning rate of the student, and start again with fresh=True",
+        )  # fmt: skip
     test = {chosen.name: jobs.test, _BASELINE: jobs.student.evaluate}
     scores = {
         name: Score(values=tuple(
-            evaluate(job.replace(evaluate=data))[search.metric]
-            for job in jobs.runs(search, (name,), search.seed_values).values()
+            evaluate(job.replace(evaluate=data))[search.metric] if math.isfinite(metrics[run]) else math.nan
+            for run, job in jobs.runs(search, (name,), search.seed_values).items()
         ))
         for name, data in test.items()
     }  # fmt: skip
@@ -362,13 +381,13 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """The mean; NaN without values."""
-        return statistics.fmean(self.values) if self.values else math.nan
+        """The mean; NaN without values, or where one is not finite."""
+        return statistics.fmean(self.values) if self.values and all(map(math.isfinite, self.values)) else math.nan
 
     @property
     def deviation(self) -> float:
-        """The sample's standard deviation (n - 1); NaN of fewer than two values."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+        """The sample's standard deviation (n - 1); NaN of fewer than two values, or where one is not finite."""
+        return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else math.nan
 
     def __str__(self) -> str:
         mean = formatting.metric(self.mean)
@@ -422,7 +441,7 @@ class SearchResult:
 
     @property
     def deviation(self) -> float:
-        """The larger standard deviation of both over the seeds; NaN of one seed."""
+        """The larger standard deviation of both over the seeds; NaN of one seed, or without a finite metric."""
         both = (self.test.deviation, self.test_alone.deviation)
         return max(both) if all(map(math.isfinite, both)) else math.nan
 
@@ -435,6 +454,8 @@ class SearchResult:
     def sentence(self) -> str:
         """Whether distillation helped, in a sentence."""
         figures = f"{self.metric} {self.test} on the test set with {self.best.text}, {self.test_alone} alone"
+        if len(self.seeds) > 1 and not math.isfinite(self.deviation):
+            return f"A run without a finite {self.metric} leaves open whether distillation helped: {figures}."
         if not math.isfinite(self.deviation):
             return f"One seed cannot tell whether distillation helped: {figures}."
         times = f"{abs(self.gain) / self.deviation:.1f} times" if self.deviation else "more than 0 times"

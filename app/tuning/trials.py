@@ -24,7 +24,7 @@ from trainwright.tuning.parallel_runs import train_in_parallel
 
 _LAYOUT = frozenset({"workers", "min_workers", "max_workers", "strategy", "plan", "devices", "consistency"})
 _MOST_AT_ONCE = 8  # runs whose drivers share this process, where concurrent= is not given
-_WORST = -1e300  # a finite rank for NaN: ASHA interpolates between ranks
+_WORST = -1e300  # a finite rank for NaN and infinity: ASHA interpolates between ranks
 _TIME, RANK = "training_iteration", "rank"  # of a result for Ray Tune: the number of evaluations, and the metric's rank
 _MOST_BROKEN = 3  # trials that fail before any trial is evaluated: then the job is wrong, and not the settings
 
@@ -42,8 +42,8 @@ class SearchMetric:
         return cls(name=metric_name(text), largest=not minimizes(text))
 
     def rank(self, value: float) -> float:
-        """Return a number that is larger for a better value; NaN comes last."""
-        return _WORST if math.isnan(value) else value if self.largest else -value
+        """Return a number that is larger for a better value; NaN and infinity come last."""
+        return _WORST if not math.isfinite(value) else value if self.largest else -value
 
 
 def fixed_layout(job: Job) -> Job:

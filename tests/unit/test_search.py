@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,12 +20,13 @@ from tests.support import torch_jobs
 from tests.support.run_views import record
 from tests.support.sample_run import whole_run
 from tests.support.small_distillation import wide
-from trainwright.core.errors import JobError, RunConflict
+from trainwright.core.errors import JobError, NonFiniteLoss, RunConflict, TrainwrightError, WorkerLost
 from trainwright.distillation import hyperparameter_search
 from trainwright.distillation.hyperparameter_search import Score, SearchResult, Setting
 from trainwright.reporting.scorecard import ModelScore, Scorecard, StudentTeacherScore
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
+from trainwright.tuning.trials import TrialWatcher
 
 DATA = tw.datasets.table(torch_jobs.data())
 
@@ -142,6 +145,8 @@ def found(test: tuple[float, ...], alone: tuple[float, ...], **fields: Any) -> S
         ((0.81, 0.82, 0.83), (0.80, 0.81, 0.82), False, "they differ by 1.0 times the larger deviation"),
         ((0.77, 0.78, 0.79), (0.80, 0.81, 0.82), False, "Distillation made it worse"),
         ((0.85,), (0.80,), False, "One seed cannot tell whether distillation helped"),
+        ((0.85, math.nan), (0.80, 0.81), False, "A run without a finite accuracy leaves open whether distillation"),
+        ((0.85, 0.86), (math.inf, -math.inf), False, "accuracy 0.8550 ± 0.0071 on the test set with T = 1"),
     ],
 )
 def test_it_says_plainly_whether_distillation_helped(
@@ -178,3 +183,41 @@ def test_the_table_has_every_figure() -> None:
 def test_a_score_of_one_seed_has_no_deviation() -> None:
     assert math.isnan(Score(values=(1.0,)).deviation)
     assert str(Score(values=(0.5,))) == "0.5000"
+
+
+def runs(search: tw.Search, names: Sequence[str], seeds: Sequence[int]) -> dict[str, tw.Job]:
+    return {run: student(name=run) for run in (f"{name}-seed{seed}" for name in names for seed in seeds)}
+
+
+@pytest.mark.parametrize(("mode", "values"), [("max", (0.9, 0.8)), ("min", (0.8, 0.9))])
+def test_a_setting_whose_loss_or_metric_is_not_finite_is_the_last_and_ends_no_search(
+    mode: Any, values: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "t1-alpha0.1-seed4": math.inf if mode == "max" else -math.inf, "t2-alpha0.1-seed4": values[1],
+        "t4-alpha0.1-seed4": values[0], "t4-alpha0.1-seed5": math.nan, "alone-seed4": 0.7, "alone-seed5": 0.7,
+    }  # fmt: skip
+
+    errors: list[TrainwrightError] = [NonFiniteLoss("the loss is nan")]
+
+    def train(jobs: Iterable[tw.Job], metric: str, *, watcher: TrialWatcher, **_: Any) -> dict[str, float]:
+        for job in jobs:
+            if job.name not in told:
+                watcher.failed(job, errors[0])
+        return told
+
+    search = tw.Search(distillation=distillation(), mode=mode, temperatures=(1, 2, 4, 8), alphas=(0.1,), seeds=2)
+    jobs: Any = SimpleNamespace(runs=runs, test=DATA, student=search.student)
+    monkeypatch.setattr(hyperparameter_search, "train_trials", train)
+    monkeypatch.setattr(hyperparameter_search, "evaluate", lambda job: {"accuracy": 0.8})
+    monkeypatch.setattr(hyperparameter_search, "_scorecard", lambda *_: SCORES)
+    metrics = hyperparameter_search._train(search, jobs, open_store("memory://diverged"), False)
+    assert math.isnan(metrics["t8-alpha0.1-seed4"]) and math.isnan(metrics["t2-alpha0.1-seed5"])
+    result = hyperparameter_search._test(search, jobs, "runs/small-search", metrics, False)
+    assert result.chosen == "t4-alpha0.1" and result.test.values[0] == 0.8 and math.isnan(result.test.values[1])
+    assert "leaves open whether distillation helped" in repr(SearchResult.decode(result.encode()))
+    with pytest.raises(TrainwrightError, match="'accuracy' is NaN or infinite with each setting"):
+        hyperparameter_search._test(search, jobs, "runs", {**dict.fromkeys(metrics, math.nan)}, False)
+    errors[0] = WorkerLost("the process ended")
+    with pytest.raises(WorkerLost):
+        hyperparameter_search._train(search, jobs, open_store("memory://diverged"), False)
