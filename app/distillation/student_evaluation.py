@@ -220,7 +220,8 @@ class StudentEvaluation:
                 name: labelled_outputs(self._kind, each[:, :tokens], labels, weights) for name, each in said.items()
             }
             if len(self._teachers) > 1:
-                units[ALL_TEACHERS] = ensemble_outputs({name: units[name] for name in self._teachers}, self._shares())
+                teachers = {name: units[name] for name in self._teachers}
+                units[ALL_TEACHERS] = ensemble_outputs(self._kind, teachers, self._shares())
             self._count(units)
 
     def scorecard(self) -> Scorecard:
@@ -443,14 +444,19 @@ def log_softmax(logits: _Array) -> _Array:
     return np.asarray(logits - log_sum(logits)[..., None])
 
 
-def ensemble_outputs(said: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
-    """Return the outputs of several models as one: the mean of probabilities, or of values in regression."""
-    first = next(iter(said.values()))
-    values = first.labels is not None and first.labels.ndim > 1
+def ensemble_outputs(kind: str, said: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
+    """Return the outputs of several models as one: the mean of probabilities, or of values in regression.
+
+    Args:
+        kind: of `SoftLoss`.
+        said: outputs of each model, by name.
+        shares: of each model, by name; their sum is 1.
+    """
+    first, values = next(iter(said.values())), kind == "regression"
     parts = [(each.chances if values else np.exp(each.chances)) * shares[name] for name, each in said.items()]
     total: _Array = sum(parts[1:], parts[0])
     with np.errstate(divide="ignore"):
-        return LabelledOutputs(chances=total if values else np.log(total), labels=first.labels, weights=first.weights)
+        return replace(first, chances=total if values else np.log(total))
 
 
 class ClassificationMetrics:

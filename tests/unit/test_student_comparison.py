@@ -131,12 +131,20 @@ def test_values_are_judged_by_their_errors() -> None:
     assert accord.scores() == pytest.approx({"RMSE between": 1.0})
 
 
-def test_several_teachers_together_say_the_mean_of_their_chances() -> None:
-    units = {name: labelled_outputs("classification", each, LABELS, ONES) for name, each in
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("kind", ["classification", "multi_label", "regression"])
+def test_several_teachers_together_say_the_mean_of_their_chances_or_values(kind: str, labelled: bool) -> None:
+    shape = (ROWS,) if kind == "classification" else STUDENT.shape
+    units = {name: labelled_outputs(kind, each, np.zeros(shape) if labelled else None, ONES) for name, each in
              {"a": STUDENT, "b": TEACHER}.items()}  # fmt: skip
-    mixed = ensemble_outputs(units, {"a": 0.25, "b": 0.75})
-    expected = 0.25 * np.exp(log_softmax(STUDENT)) + 0.75 * np.exp(log_softmax(TEACHER))
-    np.testing.assert_allclose(np.exp(mixed.chances), expected)
+    mixed = ensemble_outputs(kind, units, {"a": 0.25, "b": 0.75})
+    if kind == "regression":
+        np.testing.assert_allclose(mixed.chances, 0.25 * STUDENT + 0.75 * TEACHER)
+    else:
+        chances = {name: np.exp(each.chances) for name, each in units.items()}
+        np.testing.assert_allclose(np.exp(mixed.chances), 0.25 * chances["a"] + 0.75 * chances["b"])
+    assert mixed.columns == units["a"].columns == (CLASSES if kind == "multi_label" else 1)
+    assert mixed.labels is units["a"].labels and mixed.weights is units["a"].weights
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 1000])
