@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainwright.core.errors import FencedError, TrainwrightError, WorkerLost
@@ -46,7 +46,7 @@ _QueueItem = DriverEvent | Callable[[], None]
 
 
 class EventQueue:
-    """The driver's events, timers, and calls that its thread makes. All methods but `put` are for that thread.
+    """The driver's events, timers, and calls that its thread makes. All but `put` and `then` are for that thread.
 
     Args:
         lease: of the driver. Once it is lost, `next` returns LeaseLost only.
@@ -345,9 +345,17 @@ class WorkerRegistry:
         for worker, silent_s in beats.send(up, self._lease.token).items():
             if silent_s > SILENT_S and self._expendable(worker):
                 self._queue.put(partial(self.died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
-        for number, actor in [*self._actors.items(), *self._keepers.items()]:
-            if number not in up:
+        for worker, actor in [*self._actors.items()]:
+            if worker not in up:
                 actor.beat.remote(self._lease.token)
+
+        def answered(node: str, keeper: Any, beat: Future[Any]) -> None:
+            ended = isinstance(beat.exception(), (ActorDiedError, ActorUnschedulableError))
+            if ended and self._keepers.get(node) is keeper:
+                del self._keepers[node]  # the next copy starts another, perhaps on another node of that name
+
+        for node, keeper in [*self._keepers.items()]:
+            self._queue.then(keeper.beat.remote(self._lease.token), partial(answered, node, keeper))
 
     def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
         first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 import trainwright as tw
 from tests.support import fake_ray
@@ -27,13 +27,15 @@ from trainwright.core.topology import WorkUnit
 from trainwright.driver.messages import (
     EvaluateRequest,
     KillWorker,
+    LeaseAcquired,
     ProbeRequest,
     RunRequest,
     SkippedBatch,
+    StopRequested,
     SurvivingWorker,
     WorkerDied,
 )
-from trainwright.runtime import takeover
+from trainwright.runtime import takeover, worker_registry
 from trainwright.runtime.run_handle import stop_on_signals
 from trainwright.runtime.takeover import TakenOverActors
 from trainwright.runtime.worker_actor import WorkerSlot
@@ -171,6 +173,39 @@ def test_a_standby_of_the_previous_driver_ends_like_any_worker(tmp_path: Path, e
         while not isinstance(event := driver.world.next(), WorkerDied):
             pass
         assert event.worker == 7 and workers.actor(7) is None
+
+
+@pytest.mark.parametrize(("error", "started"), [(ActorDiedError(), 2), (ActorUnavailableError("lost", bytes(16)), 1)])
+def test_the_memory_store_of_a_lost_node_is_started_again_on_the_next_one_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, started: int
+) -> None:
+    """One that cannot be reached for a while may live, and needs heartbeats."""
+    made: list[dict[str, Any]] = []
+
+    def call(*_: object) -> fake_ray.Answer:
+        answer = fake_ray.Answer()
+        answer.fail(error)
+        return answer
+
+    def options(**given: Any) -> SimpleNamespace:
+        made.append(given)
+        store = SimpleNamespace(beat=SimpleNamespace(remote=call), remove=mock.Mock(), die=lambda: None)
+        return SimpleNamespace(remote=lambda *_: store)
+
+    monkeypatch.setattr(worker_registry, "MEMORY_STORE_ACTOR", SimpleNamespace(options=options))
+    with fake_ray.driving(1, 1, tmp_path) as driver:
+        workers, told = driver.world._workers, StopRequested()
+        while not isinstance(driver.world.next(), LeaseAcquired):
+            pass
+        for node in ("aa" * 28, "bb" * 28):
+            workers._nodes[0] = ("node-0", node)
+            workers.guard(0)
+            workers._beat_once(takeover.Heartbeats())
+            driver.world.put(told)
+            while driver.world.next() is not told:
+                pass
+    assert [given["scheduling_strategy"].node_id for given in made] == ["aa" * 28, "bb" * 28][:started]
+    assert len({given["name"] for given in made}) == 1
 
 
 def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
