@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from trainwright.core import events, formatting
@@ -273,8 +274,8 @@ class EffectExecutor:
 
     # --- lease --------------------------------------------------------------------------------------------
 
-    def _acquire(self) -> m.DriverEvent:
-        """Take the lease, then the survivors of the previous driver.
+    def _acquire(self) -> Callable[[], None]:
+        """Take the lease, then the survivors of the previous driver; return a call that puts the event.
 
         Without a previous driver, survivors belong to a run that was deleted.
         """
@@ -284,17 +285,19 @@ class EffectExecutor:
         self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
         chain = self._ledger.chain()
         past = self._ledger.past()
-        self._queue.put(lambda: self._know(past.told if found.workers else 0))
         living = tuple(survivor.living for survivor in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
-        return m.LeaseAcquired(
+        event = m.LeaseAcquired(
             token=token, head=head, older=older, told=past.told, living=living, kept=found.kept,
             evaluations=past.ordered_evaluations, spent_s=past.time.wall_s,
         )  # fmt: skip
+        return lambda: self._acquired(event)
 
-    def _know(self, told: int) -> None:
-        """The previous driver reported the steps up to this one."""
-        self._output.reported = told
+    def _acquired(self, event: m.LeaseAcquired) -> None:
+        """Put the event, with the survivors that live by now."""
+        self._output.reported = event.told if event.living else 0
+        living = tuple(one for one in event.living if self._workers.actor(one.worker) is not None)
+        self._queue.put(replace(event, living=living))
         self._workers.watch_survivors()  # what comes before the driver knows them would be dropped
 
     def _welcome(self, token: int, found: TakenOverActors) -> None:
@@ -322,8 +325,8 @@ class RunStorage:
         self._ledger, self._queue, self._uri, self._note = ledger, queue, uri, note
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="log")
 
-    def submit(self, action: Callable[[], m.DriverEvent]) -> Future[None]:
-        """Run an action and put its event; an error loses the lease."""
+    def submit(self, action: Callable[[], m.DriverEvent | Callable[[], None]]) -> Future[None]:
+        """Run an action and put its event, or a call for the driver's thread; an error loses the lease."""
 
         def run() -> None:
             try:

@@ -18,7 +18,14 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from tests.support import fake_ray
 from trainwright.core.errors import FencedError
-from trainwright.driver.messages import AcquireLease, CallFailure, LeaseAcquired, PreemptionNoticed, SurvivingWorker
+from trainwright.driver.messages import (
+    AcquireLease,
+    CallFailure,
+    LeaseAcquired,
+    PreemptionNoticed,
+    SurvivingWorker,
+    WorkerDied,
+)
 from trainwright.runtime import controller, preemption_watcher, worker_actor
 from trainwright.runtime.preemption_watcher import PreemptionWatcher
 from trainwright.runtime.takeover import TakenOverActors
@@ -259,6 +266,41 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
             event = world.next()
         assert isinstance(event, LeaseAcquired) and event.living == (living,)
         assert driver.fleet.calls["notice"] == 1
+        world.close()
+
+
+def test_a_survivor_that_dies_before_the_driver_knows_it_is_not_told_as_living(tmp_path: Path) -> None:
+    """Its end, which is told before, concerns no worker of the run; nobody would notice that it is gone."""
+    taken = threading.Event()
+
+    class Survivor(fake_ray.Actor):
+        def _called(self, method: str, *given: Any) -> fake_ray.Answer:
+            if method == "beat":  # both have been asked for their end
+                taken.set()
+            return super()._called(method, *given)
+
+    class SlowLog(fake_ray.Log):
+        def chain(self) -> tuple[()]:
+            assert taken.wait(30)
+            survivors[1].actor.die()
+            return ()
+
+    with fake_ray.driving(2, 1, tmp_path) as driver:
+        survivors: Any = [
+            SimpleNamespace(
+                living=SurvivingWorker(worker=slot, node="node-0", pid=1, slot=slot),
+                actor=Survivor(driver.fleet, WorkerSlot(worker=slot, slot=slot, bundle=slot, run="run")),
+                node_id="id-of-node-0", bundle=slot, group=None,
+            )
+            for slot in range(2)
+        ]  # fmt: skip
+        log: Any = SlowLog()
+        world = controller.EffectExecutor(driver.order, log, driver.told.append, room=fake_ray.Space())  # type: ignore[arg-type]
+        with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=tuple(survivors))):
+            world.carry_out(AcquireLease())
+            while not isinstance(event := world.next(), LeaseAcquired):
+                assert event == WorkerDied(worker=1, cause=event.cause)
+        assert event.living == (survivors[0].living,)
         world.close()
 
 
