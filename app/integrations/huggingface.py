@@ -15,10 +15,13 @@ from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.user_loaders import from_huggingface, from_torch
 from trainwright.integrations.trainer_parts import (
+    OPTIMIZER_ALONE,
     ModelCopy,
     OptimizerTemplate,
     SampleCollate,
     SchedulerTemplate,
+    job_of,
+    options_by_name,
     overridden,
 )
 
@@ -80,22 +83,14 @@ def from_hf_trainer(trainer: Any, **options: Any) -> Job:
     trained = args.train_batch_size * args.gradient_accumulation_steps * devices
     batch_size = options.get("batch_size", trained)
     length = _length(args, len(train), batch_size, options.get("epochs"))
-    twin = copy.copy(trainer)  # its attributes are set, and not the trainer's
-    optimizer = twin.optimizer or twin.create_optimizer()
-    twin.optimizer = optimizer
     total = length.pop("total")
-    scheduler = twin.lr_scheduler or twin.create_scheduler(num_training_steps=total, optimizer=optimizer)
-    problems = list(_scheduler_problems(scheduler))
-    if problems:
-        raise JobError(problems, where=_WHERE)
     rows, collate = _data(trainer, train, "train_dataset")
     evaluated = _value(args.eval_strategy) != "no" and trainer.eval_dataset is not None
     counted = bool(trainer.model_accepts_loss_kwargs) and "labels" in collate.made.names
     found: dict[str, Any] = {
         "name": _name(args),
         "model": ModelCopy.of(trainer.model, training=True),
-        "optimizer": OptimizerTemplate.of(optimizer, trainer.model),
-        "schedule": SchedulerTemplate.of(scheduler),
+        **_optimization(trainer, total, options_by_name(options)),
         "train": rows,
         "evaluate": _data(trainer, trainer.eval_dataset, "eval_dataset")[0] if evaluated else None,
         "collate": collate,
@@ -110,7 +105,7 @@ def from_hf_trainer(trainer: Any, **options: Any) -> Job:
         **length,
         **_checkpoints(args, total, evaluated=evaluated),
     }
-    return Job(**{**found, **options})
+    return job_of(found, options)
 
 
 def _not_covered(trainer: Any) -> Iterator[str]:
@@ -166,10 +161,23 @@ def _callback_remedy(kind: str) -> str:
     return 'leave it out (report_to="none" for those of experiment trackers), and give trackers= or callbacks='
 
 
-def _scheduler_problems(scheduler: Any) -> Iterator[str]:
+def _optimization(trainer: Any, total: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the job has of optimizer= and schedule=, and is not given. Raises JobError for what a job has not."""
+    if "optimizer" in given:
+        if "schedule" not in given:
+            raise JobError([OPTIMIZER_ALONE], where=_WHERE)
+        return {}
+    twin = copy.copy(trainer)  # its attributes are set, and not the trainer's
+    twin.optimizer = twin.optimizer or twin.create_optimizer()
+    optimizer = {"optimizer": OptimizerTemplate.of(twin.optimizer, trainer.model)}
+    if "schedule" in given:
+        return optimizer
+    scheduler = twin.lr_scheduler or twin.create_scheduler(num_training_steps=total, optimizer=twin.optimizer)
     kind = type(scheduler).__name__
     if kind in ("ReduceLROnPlateau", "GreedyLR"):
-        yield f'{kind} follows a metric: set another lr_scheduler_type, or give schedule= and schedule_metric="loss"'
+        remedy = 'set another lr_scheduler_type, or give schedule= and schedule_metric="loss"'
+        raise JobError([f"{kind} follows a metric: {remedy}"], where=_WHERE)
+    return {**optimizer, "schedule": SchedulerTemplate.of(scheduler)}
 
 
 def _length(args: Any, rows: int, batch_size: int, epochs: int | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trainwright.core.loss_api import log
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.user_loaders import from_torch
 from trainwright.integrations.trainer_parts import (
+    OPTIMIZER_ALONE,
     ModelCopy,
     OptimizerTemplate,
     SampleCollate,
@@ -24,7 +25,9 @@ from trainwright.integrations.trainer_parts import (
     SplitCollate,
     Structure,
     is_validation,
+    job_of,
     mark_validation,
+    options_by_name,
     overridden,
 )
 
@@ -117,11 +120,12 @@ def from_lightning(
     validates = "validation_step" in overridden(made, _base(made))
     validation = loaders[1] if evaluate is None else evaluate
     evaluation = _Split.of(validation, "the validation loader") if validates and validation is not None else None
-    given = {"batch_size": training.batch_size, "epochs": 1, **options}
+    options = {"batch_size": training.batch_size, "epochs": 1, **options}
+    given = options_by_name(options)
     found: dict[str, Any] = {
         "name": type(made).__name__.lower(),
         "model": ModelCopy.of(made) if given_module else module,
-        **_optimization(made, training.steps(given["batch_size"]), given["epochs"], datamodule),
+        **_optimization(made, training.steps(given["batch_size"]), datamodule, given),
         "train": training.rows,
         "evaluate": None if evaluation is None else mark_validation(evaluation.rows),
         "step": _LightningStep(train=training.made, evaluate=(evaluation or training).made),
@@ -131,7 +135,7 @@ def from_lightning(
     functions = (training.collate, None if evaluation is None else evaluation.collate)
     if any(functions):
         found["collate"] = SplitCollate(train=functions[0], evaluate=functions[1])
-    return Job(**{**found, **given})
+    return job_of(found, options)
 
 
 def _base(module: Any) -> type:
@@ -188,20 +192,30 @@ def _remedy(name: str) -> str:
 # --- Optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def _optimization(module: Any, epoch_steps: int, epochs: int, datamodule: Any) -> dict[str, Any]:
-    """Return optimizer= and schedule= with its options. Raises JobError for what a job has not."""
+def _optimization(module: Any, epoch_steps: int, datamodule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the job has of optimizer= and schedule= with its options, and is not given.
+
+    Raises JobError for what a job has not.
+    """
+    if {"optimizer", "schedule"} <= given.keys():
+        return {}
     twin, problems = copy.deepcopy(module), []
     twin.trainer = SimpleNamespace(
-        estimated_stepping_batches=epoch_steps * epochs,
-        max_epochs=epochs,
+        estimated_stepping_batches=epoch_steps * given["epochs"],
+        max_epochs=given["epochs"],
         max_steps=-1,
         num_training_batches=epoch_steps,
         datamodule=datamodule,
     )
     optimizers, schedulers = _configured(twin.configure_optimizers())
+    if "optimizer" in given:
+        if schedulers:
+            raise JobError([OPTIMIZER_ALONE], where=_WHERE)
+        return {}
     if len(optimizers) != 1:
         problems.append(
-            f"configure_optimizers() returned {len(optimizers)} optimizers: one is covered; give tw.Job optimizer={...}"
+            f"configure_optimizers() returned {len(optimizers)} optimizers: one is covered; give tw.Job "
+            "optimizer={...}"
         )
     if len(schedulers) > 1:
         problems.append(

@@ -16,9 +16,15 @@ from typing import Any, Literal
 import numpy as np
 
 from trainwright.core.errors import JobError
+from trainwright.core.job import GROUPS, Job
 from trainwright.datasets.dataset import Dataset
 
 _VALIDATION = "__validation__"  # a column of each row of an evaluation set
+
+OPTIMIZER_ALONE = (
+    "optimizer= is given, and the schedule that was found is that of another optimizer: give schedule= too, such as "
+    "partial(tw.schedules.cosine, warmup=0.1), or schedule=None for a constant rate"
+)
 
 
 def overridden(instance: Any, base: type) -> Iterator[str]:
@@ -27,6 +33,22 @@ def overridden(instance: Any, base: type) -> Iterator[str]:
     spaces = [vars(instance), *(vars(kind) for kind in kinds[: kinds.index(base)])]
     known = {name for name in dir(base) if callable(getattr(base, name)) and not name.startswith("__")}
     yield from dict.fromkeys(name for space in spaces for name in space if name in known)
+
+
+def options_by_name(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's fields and options, those in groups (`data=tw.Data(drop_last=True)`) by their own names."""
+    found = dict(options)
+    for group in GROUPS.keys() & options.keys():
+        given = options[group]
+        held = given.explicit() if isinstance(given, GROUPS[group]) else given
+        found.update(held if isinstance(held, Mapping) else {})
+    return found
+
+
+def job_of(found: Mapping[str, Any], options: Mapping[str, Any]) -> Job:
+    """Return the job of what was found and of the options, which replace it."""
+    given = options_by_name(options)
+    return Job(**{name: value for name, value in found.items() if name not in given}, **options)
 
 
 # --- Model, optimizer, scheduler --------------------------------------------------------------------------------------

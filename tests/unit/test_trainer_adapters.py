@@ -144,6 +144,40 @@ def test_a_module_of_the_library_gives_the_same_losses(tmp_path: Path, monkeypat
     assert losses == pytest.approx(recorded.told, rel=1e-5) and len(losses) == 21
 
 
+class ByStepLR(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        return [optimizer], [schedulers.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Plain(Classifier):
+    def configure_optimizers(self) -> Any:
+        return self.optimizer()
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.001)
+
+
+@pytest.mark.parametrize(
+    "adapted",
+    [lambda **given: tw.from_lightning(ByStepLR(), **given), lambda **given: tw.from_hf_trainer(Trainer(), **given)],
+)
+def test_an_optimizer_given_alone_does_not_get_the_schedule_of_another(adapted: Any) -> None:
+    with pytest.raises(JobError, match=r"optimizer= is given.*give schedule= too"):
+        adapted(optimizer=sgd)
+    for options in ({"schedule": None}, {"training": tw.Training(schedule=None)}):
+        job = adapted(optimizer=sgd, **options)
+        assert (job.optimizer, job.training.schedule) == (sgd, None)
+
+
+def test_options_replace_what_configure_optimizers_returns() -> None:
+    assert tw.from_lightning(Plain(), optimizer=sgd).optimizer is sgd
+    job = tw.from_lightning(several(), optimizer=sgd, schedule=tw.schedules.cosine)
+    assert (job.optimizer, job.training.schedule) == (sgd, tw.schedules.cosine)
+    assert tw.from_lightning(several(), optimizer=sgd).optimizer is sgd
+
+
 class Uncovered(Classifier):
     automatic_optimization = False
 
