@@ -12,6 +12,7 @@ from typing import Any
 
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
+from trainwright.core.strict_model import as_dataset
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.user_loaders import from_huggingface, from_torch
 from trainwright.integrations.trainer_parts import (
@@ -20,6 +21,7 @@ from trainwright.integrations.trainer_parts import (
     OptimizerTemplate,
     SampleCollate,
     SchedulerTemplate,
+    epoch_steps,
     job_of,
     options_by_name,
     overridden,
@@ -69,7 +71,8 @@ def from_hf_trainer(trainer: Any, **options: Any) -> Job:
     Args:
         trainer: it is not changed.
         options: fields and options of the job, which take the place of Trainer's: `batch_size=` and `epochs=` too.
-            By default `name` is the last part of `output_dir`.
+            `epochs=` counts passes over the data, and with `epoch_samples=` epochs of these. By default `name` is the
+            last part of `output_dir`.
 
     Raises:
         JobError: the Trainer does what a job cannot; all such things are listed, with what to do.
@@ -81,8 +84,11 @@ def from_hf_trainer(trainer: Any, **options: Any) -> Job:
     args, train = trainer.args, trainer.train_dataset
     devices = max(int(getattr(args, "world_size", 1)), 1)
     trained = args.train_batch_size * args.gradient_accumulation_steps * devices
-    batch_size = options.get("batch_size", trained)
-    length = _length(args, len(train), batch_size, options.get("epochs"))
+    given = {"batch_size": trained, "drop_last": args.dataloader_drop_last, **options_by_name(options)}
+    replaced = as_dataset("train", options.get("train"))
+    length = _length(args, replaced.index().rows if isinstance(replaced, Dataset) else len(train), given)
+    if options.get("epochs"):
+        options["epochs"] = length["epochs"]  # more than passes where evaluations are by step
     total = length.pop("total")
     rows, collate = _data(trainer, train, "train_dataset")
     evaluated = _value(args.eval_strategy) != "no" and trainer.eval_dataset is not None
@@ -90,13 +96,13 @@ def from_hf_trainer(trainer: Any, **options: Any) -> Job:
     found: dict[str, Any] = {
         "name": _name(args),
         "model": ModelCopy.of(trainer.model, training=True),
-        **_optimization(trainer, total, options_by_name(options)),
+        **_optimization(trainer, total, given),
         "train": rows,
         "evaluate": _data(trainer, trainer.eval_dataset, "eval_dataset")[0] if evaluated else None,
         "collate": collate,
         "step": _model_loss,
         "weight": partial(_count_labels, shifted=_shifts(trainer)) if counted else None,
-        "batch_size": batch_size,
+        "batch_size": trained,
         "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
         "drop_last": args.dataloader_drop_last,
         "seed": args.seed,
@@ -180,9 +186,13 @@ def _optimization(trainer: Any, total: int, given: Mapping[str, Any]) -> dict[st
     return {**optimizer, "schedule": SchedulerTemplate.of(scheduler)}
 
 
-def _length(args: Any, rows: int, batch_size: int, epochs: int | None) -> dict[str, Any]:
+def _length(args: Any, rows: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `epochs`, `epoch_samples` and the total of steps. Raises JobError where epochs cannot say it."""
-    steps = max(rows // batch_size if args.dataloader_drop_last else -(-rows // batch_size), 1)
+    batch_size, epochs, steps = given["batch_size"], given.get("epochs"), epoch_steps(rows, given)
+    if "epoch_samples" in given:
+        if not epochs:
+            raise JobError(["epoch_samples= is given, of which epochs= counts: give epochs= too"], where=_WHERE)
+        return {"epochs": epochs, "total": epochs * steps}
     total = epochs * steps if epochs else args.max_steps if args.max_steps > 0 else 0
     total = total or math.ceil(args.num_train_epochs * steps)
     unit = steps if total % steps == 0 else total

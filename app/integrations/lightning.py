@@ -24,6 +24,7 @@ from trainwright.integrations.trainer_parts import (
     SchedulerTemplate,
     SplitCollate,
     Structure,
+    epoch_steps,
     is_validation,
     job_of,
     mark_validation,
@@ -48,6 +49,7 @@ _OF_TRAINER = {
     "all_gather", "logger", "fabric",
 }  # fmt: skip
 _READS = {"LOAD_ATTR", "LOAD_METHOD"}
+_SETS_RATES = {"OneCycleLR", "CyclicLR"}  # schedulers that replace the rates that an optimizer was made with
 _DEFAULT_COLLATE = "default_collate"
 _BASES = ("LightningModule", "LightningDataModule")
 
@@ -121,11 +123,11 @@ def from_lightning(
     validation = loaders[1] if evaluate is None else evaluate
     evaluation = _Split.of(validation, "the validation loader") if validates and validation is not None else None
     options = {"batch_size": training.batch_size, "epochs": 1, **options}
-    given = options_by_name(options)
+    given = {"drop_last": training.drop_last, **options_by_name(options)}
     found: dict[str, Any] = {
         "name": type(made).__name__.lower(),
         "model": ModelCopy.of(made) if given_module else module,
-        **_optimization(made, training.steps(given["batch_size"]), datamodule, given),
+        **_optimization(made, epoch_steps(training.length, given), datamodule, given),
         "train": training.rows,
         "evaluate": None if evaluation is None else mark_validation(evaluation.rows),
         "step": _LightningStep(train=training.made, evaluate=(evaluation or training).made),
@@ -192,7 +194,7 @@ def _remedy(name: str) -> str:
 # --- Optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def _optimization(module: Any, epoch_steps: int, datamodule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _optimization(module: Any, steps: int, datamodule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the job has of optimizer= and schedule= with its options, and is not given.
 
     Raises JobError for what a job has not.
@@ -201,10 +203,10 @@ def _optimization(module: Any, epoch_steps: int, datamodule: Any, given: Mapping
         return {}
     twin, problems = copy.deepcopy(module), []
     twin.trainer = SimpleNamespace(
-        estimated_stepping_batches=epoch_steps * given["epochs"],
+        estimated_stepping_batches=steps * given["epochs"],
         max_epochs=given["epochs"],
         max_steps=-1,
-        num_training_batches=epoch_steps,
+        num_training_batches=steps,
         datamodule=datamodule,
     )
     optimizers, schedulers = _configured(twin.configure_optimizers())
@@ -212,6 +214,10 @@ def _optimization(module: Any, epoch_steps: int, datamodule: Any, given: Mapping
         if schedulers:
             raise JobError([OPTIMIZER_ALONE], where=_WHERE)
         return {}
+    if "schedule" in given:
+        kinds = _SETS_RATES & {type(each["scheduler"]).__name__ for each in schedulers}
+        problems += [f"{kind} has set the rates of the optimizer: give optimizer= too" for kind in kinds]
+        schedulers = []
     if len(optimizers) != 1:
         problems.append(
             f"configure_optimizers() returned {len(optimizers)} optimizers: one is covered; give tw.Job "
@@ -307,10 +313,6 @@ class _Split:
             drop_last=bool(loader.drop_last),
             length=len(dataset),
         )
-
-    def steps(self, batch_size: int) -> int:
-        """Return the steps of an epoch."""
-        return max(self.length // batch_size if self.drop_last else -(-self.length // batch_size), 1)
 
 
 def _loader_problems(loader: Any, what: str) -> Iterator[str]:

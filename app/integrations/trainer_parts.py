@@ -18,6 +18,7 @@ import numpy as np
 from trainwright.core.errors import JobError
 from trainwright.core.job import GROUPS, Job
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.sample_order import steps_per_epoch
 
 _VALIDATION = "__validation__"  # a column of each row of an evaluation set
 
@@ -49,6 +50,11 @@ def job_of(found: Mapping[str, Any], options: Mapping[str, Any]) -> Job:
     """Return the job of what was found and of the options, which replace it."""
     given = options_by_name(options)
     return Job(**{name: value for name, value in found.items() if name not in given}, **options)
+
+
+def epoch_steps(rows: int, given: Mapping[str, Any]) -> int:
+    """Return the steps of an epoch of a job with these options and a training set of so many rows, at least one."""
+    return max(steps_per_epoch(rows, given["batch_size"], given["drop_last"], given.get("epoch_samples")), 1)
 
 
 # --- Model, optimizer, scheduler --------------------------------------------------------------------------------------

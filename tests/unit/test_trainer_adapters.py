@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -178,6 +178,47 @@ def test_options_replace_what_configure_optimizers_returns() -> None:
     assert tw.from_lightning(several(), optimizer=sgd).optimizer is sgd
 
 
+class Sized(Classifier):
+    """Notes the lengths that it was told."""
+
+    told: ClassVar[list[tuple[int, int]]] = []
+
+    def configure_optimizers(self) -> Any:
+        self.told.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"epochs": 2, "epoch_samples": 640}, (160, 80)),
+        ({"epochs": 2, "data": tw.Data(epoch_samples=640)}, (160, 80)),
+        ({"epochs": 2, "drop_last": True}, (12, 6)),
+        ({"epochs": 2, "batch_size": 25}, (4, 2)),
+    ],
+)
+def test_a_lightning_module_is_told_the_steps_that_the_options_give(options: Any, steps: tuple[int, int]) -> None:
+    tw.from_lightning(Sized(), **options)
+    assert Sized.told.pop() == steps
+
+
+def test_a_schedule_given_alone_counts_as_it_does_in_any_job() -> None:
+    kinds = (ByStepLR, OnPlateau, TwoSchedulers)
+    for job in [tw.from_lightning(kind(), schedule=tw.schedules.cosine) for kind in kinds]:
+        assert (job.training.schedule_by, job.training.schedule_metric) == ("step", None)
+        assert job.training.schedule is tw.schedules.cosine
+    by_epoch = tw.from_lightning(ByStepLR(), schedule=tw.schedules.cosine, schedule_by="epoch")
+    assert by_epoch.training.schedule_by == "epoch"
+    with pytest.raises(JobError, match="OneCycleLR has set the rates of the optimizer: give optimizer="):
+        tw.from_lightning(Classifier(), schedule=tw.schedules.cosine)
+
+
+class TwoSchedulers(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        return [optimizer], [schedulers.StepLR(optimizer, 1), schedulers.StepLR(optimizer, 2)]
+
+
 class Uncovered(Classifier):
     automatic_optimization = False
 
@@ -306,6 +347,38 @@ def test_lengths_of_a_trainer() -> None:
         found(num_train_epochs=1.5)
     with pytest.raises(JobError, match="no multiple of eval_steps=5"):
         found(eval_strategy="steps", eval_steps=5)
+
+
+class SizedTrainer(Trainer):
+    """Notes the steps that its scheduler was made for."""
+
+    told: ClassVar[list[int]] = []
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
+        self.told.append(num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "length"),
+    [
+        ({"epochs": 1, "epoch_samples": 44}, {}, (1, 44, 6)),
+        ({"epochs": 2, "data": {"epoch_samples": 44}}, {}, (2, 44, 12)),
+        ({"drop_last": True}, {}, (3, None, 6)),
+        ({"train": tw.datasets.from_torch(Texts(40))}, {}, (3, None, 15)),
+        ({"epochs": 2, "batch_size": 1}, {"eval_strategy": "steps", "eval_steps": 11}, (4, 11, 44)),
+    ],
+)
+def test_a_trainers_schedule_is_made_for_the_steps_that_the_options_give(
+    options: Any, arguments: Any, length: tuple[int, int | None, int]
+) -> None:
+    job = tw.from_hf_trainer(SizedTrainer(**arguments), **options)
+    assert (job.epochs, job.data.epoch_samples, SizedTrainer.told.pop()) == length
+
+
+def test_samples_of_an_epoch_need_epochs() -> None:
+    with pytest.raises(JobError, match=r"epoch_samples= is given.*give epochs= too"):
+        tw.from_hf_trainer(Trainer(), epoch_samples=44)
 
 
 class OwnLoss(Trainer):
