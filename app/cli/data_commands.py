@@ -170,7 +170,7 @@ def _column_table(found: Inspection) -> RenderableType:
         table.add_column(head, overflow="fold")
     for column, field in found.columns.items():
         values = [Text(str(sample[column])) for sample in found.samples]
-        table.add_row(Text(column), str(field.dtype), str(list(field.shape)), *values)
+        table.add_row(Text(column), Text(str(field.dtype)), str(list(field.shape)), *values)
     return table
 
 

@@ -491,7 +491,7 @@ def _result_table(found: SearchResult) -> RenderableType:
     """The conclusion, and a row for each setting, for the terminal."""
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for heading in ("setting", f"{found.metric}, validation", "test", ""):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(Text(heading), no_wrap=True)
     for each in (*found.settings, found.alone):
         test = {found.chosen: str(found.test), _BASELINE: str(found.test_alone)}.get(each.name, "")
         note = "chosen" if each.name == found.chosen else ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,14 +54,16 @@ class LivePage:
         class Handler(_Handler):
             live = page
 
+        class Server(_PageServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        name = f"[{host}]" if ":" in host else host
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = Server((host, port), Handler)
         except OSError as error:
-            what = f"cannot listen on {host}:{port}: {error.strerror}"
+            what = f"cannot listen on {name}:{port}: {error.strerror}"
             raise ResourceError(what, where="--host, --port", remedy="give another port, or none for any") from error
-        self._server.daemon_threads = True
-        place = f"{host}:{self._server.server_address[1]}"
-        self.url = f"http://{place}/" + (f"?token={self._token}" if self._token else "")
+        self.url = f"http://{name}:{self._server.server_address[1]}/" + (f"?token={self._token}" if self._token else "")
 
     def serve(self) -> None:
         """Answer requests until `close`, or an interrupt."""
@@ -77,10 +81,14 @@ class LivePage:
             path: of the request, with its query.
             host: its `Host` header.
         """
+        try:
+            query, name = urlsplit(path).query, urlsplit(f"//{host}").hostname
+        except ValueError:  # of a malformed address, such as "[::1"
+            return False
         if self._token:
-            given = parse_qs(urlsplit(path).query).get("token", [""])[0]
+            given = parse_qs(query).get("token", [""])[0]
             return hmac.compare_digest(given.encode(), self._token.encode())
-        return urlsplit(f"//{host}").hostname in _LOOPBACK
+        return name in _LOOPBACK
 
     def page(self) -> bytes:
         """Return the page. Raises StorageError."""
@@ -100,6 +108,15 @@ class LivePage:
             if name not in self._made:
                 self._made[name] = render(self._history, uri=self._folder, now_s=time.time()).encode()
             return self._made[name]
+
+
+class _PageServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error, but not of a client that went away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -108,7 +108,7 @@ class TerminalDisplay:
         self._bar = RichProgress(
             TextColumn("{task.fields[head]}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[tail]}"),
+            TextColumn("{task.fields[tail]}", markup=False),
             console=console,
             expand=True,
             transient=True,

@@ -200,7 +200,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: boo
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     for number, heading in enumerate(headings):
         table.add_column(
-            heading,
+            Text(heading),
             justify="right" if right and number else "left",
             style="" if number else "dim",
             no_wrap=right or not number,

@@ -343,7 +343,7 @@ def _runs_table(rows: list[dict[str, Any]]) -> Table:
             Text(row["state"], style=_COLOURS[row["state"]]),
             f"{row['step']:,}/{row['total_steps']:,}",
             _figure(row["loss"]),
-            formatting.metrics(row["metrics"]),
+            Text(formatting.metrics(row["metrics"])),
             formatting.timestamp(row["changed_s"]),
         )
     return table

@@ -118,7 +118,7 @@ class StudyReport:
         headings, rows = self._table()
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
         for number, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if number else "left")
+            table.add_column(Text(heading), justify="right" if number else "left")
         for row in rows:
             table.add_row(*map(Text, row))
         notes = Text("\n".join(self._sentences()), style="dim")

@@ -201,12 +201,12 @@ def _result_table(found: TuneResult) -> RenderableType:
     best = found._evaluated
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for heading in ("run", *found.ranked[0].params, found.metric.name, "step", ""):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(Text(heading), no_wrap=True)
     for each in found.ranked:
         note = "best" if each is best else "stopped early" if each.state == "stopped" else each.state
         value = formatting.metric(each.value) if each.step else "-"
-        cells = (*map(_value_text, each.params.values()), value, str(each.step), note)
-        table.add_row(each.run, *cells, style="bold" if each is best else "")
+        cells = (each.run, *map(_value_text, each.params.values()), value, str(each.step), note)
+        table.add_row(*map(Text, cells), style="bold" if each is best else "")
     if best is None:
         head = Text(f"No best {found.metric.name}: no trial was evaluated\n  -> {_NONE_EVALUATED}", style="bold yellow")
     else:

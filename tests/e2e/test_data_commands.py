@@ -236,11 +236,12 @@ def test_warnings_name_what_is_worth_mending(tmp_path: Path) -> None:
 
 
 def test_one_huge_row_group_is_worth_a_warning() -> None:
-    found = inspect(table({"x": np.zeros((9000, 1000))}))
+    found = inspect(table({"x": np.zeros((9000, 1000)), "when": np.zeros(9000, "datetime64[ns]")}))
     assert ["all rows are in one row group" in line for line in found.warnings] == [True]
     out = io.StringIO()
     Console(file=out, width=120).print(as_table(found, "train"))
     assert "train" in out.getvalue() and "float64 [1000], 0 to 0" in out.getvalue()
+    assert "datetime64[ns]" in out.getvalue(), "brackets are no markup"
     assert "warning: all rows" in out.getvalue() and "files" not in out.getvalue()
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
+import struct
+import threading
+import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -93,6 +97,62 @@ def test_other_names_of_this_machine_are_refused(uri: str) -> None:
         assert asked(page, "/body", Host="evil.example")[0] == 403
         assert asked(page, "/runs")[0] == 404
         assert asked(page, method="POST")[0] == 501
+
+
+def test_addresses_that_cannot_be_read_are_refused(uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(uri) as page:
+        assert asked(page, Host="[::1")[0] == 403
+        assert asked(page, "http://[::1/", Host="localhost")[0] == 403
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_goes_away_prints_nothing_and_other_errors_do(
+    uri: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    came, gone = threading.Event(), threading.Event()
+
+    def answer() -> bytes:
+        came.set()
+        assert gone.wait(30)
+        return b"page"
+
+    def fail() -> bytes:
+        raise LookupError("no such page")
+
+    with served(uri) as page:
+        monkeypatch.setattr(page, "page", answer)
+        client = socket.create_connection(("127.0.0.1", urlsplit(page.url).port or 0), timeout=30)
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert came.wait(30)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+        client.close()
+        gone.set()
+        _join_answers()
+        assert capfd.readouterr().err == ""
+        monkeypatch.setattr(page, "page", fail)
+        with pytest.raises(http.client.RemoteDisconnected):
+            asked(page)
+        _join_answers()
+        assert "LookupError: no such page" in capfd.readouterr().err
+
+
+def _join_answers() -> None:
+    """Wait for the threads that answer a request."""
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_an_address_of_ip_version_6(uri: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no address ::1: {error}")
+    with served(uri, "::1") as page:
+        assert re.fullmatch(r"http://\[::1\]:\d+/", page.url)
+        with urllib.request.urlopen(page.url, timeout=30) as answer:
+            assert answer.status == 200
 
 
 def test_other_machines_need_the_token(uri: str) -> None:

@@ -225,7 +225,9 @@ def test_brackets_are_no_markup() -> None:
     screen, out = console(terminal=True)
     with closing(RunProgress(console=screen)) as progress:
         progress.on(events.Noted(text="shape [red] and [/]"))
-    assert "shape [red] and [/]" in out.getvalue()
+    with closing(display_for(screen)) as surface:
+        surface.show(ProgressFigures(activity="waiting for 2 [/gpu]"), news=True)
+    assert "shape [red] and [/]" in out.getvalue() and "waiting for 2 [/gpu]" in out.getvalue()
 
 
 def test_a_notebook_changes_one_output() -> None:

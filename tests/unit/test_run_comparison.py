@@ -74,6 +74,12 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(uri: str) -> None:
     record(other, longer(), name="short", outcome="done")
     found = tw.compare(tw.open_run("short", uri), tw.open_run("short", other))
     assert [*found.details] == [f"{uri}/short", f"{other}/short"]
+    bracketed = replace(
+        found,
+        details={"a[/b]": found.details[f"{uri}/short"]},
+        histories={"a[/b]": found.histories[f"{uri}/short"]},
+    )
+    assert "a[/b]" in printed(bracketed.view()), "a folder's name is no markup"
 
 
 def test_the_command_writes_a_page_without_scripts_and_data_for_programs(tmp_path: Path) -> None:

@@ -266,6 +266,14 @@ def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:
     assert not set(bad) & set("".join(views.log_lines(uri, "demo", as_json=True))) - set(" ]0;title[231mJ")
 
 
+def test_brackets_in_names_are_no_markup() -> None:
+    uri, name = storage(), "iou[/road] f1[macro] :cat:"
+    record(uri, [started(), events.Evaluated(step=1, metrics={name: 0.5})])
+    assert f"{name} 0.5000" in printed(views.runs_view(uri)) and f"{name} 0.5000" in printed(
+        views.run_view(uri, "demo")
+    )
+
+
 def test_names_of_files_and_errors_are_not_carried_out_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

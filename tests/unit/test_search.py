@@ -178,6 +178,7 @@ def test_the_table_has_every_figure() -> None:
     assert ["student", "alone", "0.8250", "±", "0.0071", "0.8100", "±", "0.0100"] in rows
     assert ["student", "0.8400", "93.3%", "12,730", "49.7", "KiB", "0.2", "ms", "1", "ms"] in rows
     assert "student keeps 93.3% of the top-1 of big" in said and "mean ± standard deviation of 3 seeds" in said
+    assert "  iou[/road], validation" in repr(found((0.83,), (0.80,), metric="iou[/road]"))
 
 
 def test_a_score_of_one_seed_has_no_deviation() -> None:

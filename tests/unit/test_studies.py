@@ -235,6 +235,7 @@ def test_a_batch_study_compares_final_metrics_at_equal_epochs(ran: list[str]) ->
     assert found.means["same rate", 64].mean == pytest.approx(0.79)
     assert found.means["same rate", 32].low == pytest.approx(0.89 - 4.303 * 0.01 / math.sqrt(3))
     assert "accuracy by batch size" in found.page() and "linear rule" in printed(found.view())
+    assert "iou[/road]" in printed(replace(found, metric="iou[/road]").view())
 
 
 def test_a_convergence_study_has_curves_over_time_and_samples_on_a_page_without_scripts(ran: list[str]) -> None:

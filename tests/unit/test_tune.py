@@ -147,6 +147,9 @@ def test_a_result_prints_the_best_first() -> None:
     assert [row[0] for row in rows[3:]] == ["small-1", "small-0", "small-2", "small-3"]
     assert rows[3] == ["small-1", "0.1", "0.2500", "40", "best"] and rows[5][-2:] == ["stopped", "early"]
     assert list(found.table.columns) == ["run", "lr", "loss", "step", "state"] and found.table["lr"][0] == 0.1
+    trial = Trial(job=job(name="small"), params={"mode": "[bold]"}, value=0.5, step=40, state="done")
+    bracketed = repr(TuneResult(metric=SearchMetric.parse("iou[/road]"), trials=(trial,)))
+    assert [line.split()[1:3] for line in bracketed.splitlines()[2:]] == [["mode", "iou[/road]"], ["[bold]", "0.5000"]]
 
 
 def test_where_no_trial_was_evaluated_none_is_the_best() -> None:
