@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import distributed
 
 from tests.support import aborting_backend
 from tests.support.rank_processes import Exchange, formed, run_ranks
-from tests.support.torch_engines import double, one_device, saved, spec
+from tests.support.torch_engines import GENERATION, double, one_device, saved, spec
 from tests.unit.test_torch_process_groups import share
-from trainwright.core.errors import PeerLost
-from trainwright.core.topology import StateTransfer
+from trainwright.core.errors import DeviceError, PeerLost
+from trainwright.core.topology import Group, Peer, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.distributed import process_group
@@ -39,6 +41,43 @@ def test_several_groups_are_aborted_beside_each_other_and_for_a_limited_time(mon
     monkeypatch.setattr(process_group, "_ABORT_WAIT_S", 0.2)
     assert not process_group._abort_groups()
     never.set()
+
+
+def test_an_abort_that_raises_is_told_and_did_not_free_anybody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL abort failed")
+
+    groups = [SimpleNamespace(abort=fail), SimpleNamespace(abort=lambda: None)]
+    monkeypatch.setattr(process_group, "process_groups", lambda: groups)
+    assert not process_group._abort_groups()
+    assert "NCCL abort failed" in caplog.text
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_group_that_broke_by_itself_is_aborted_before_it_is_destroyed(
+    aborts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a communicator of NCCL has an error and is not aborted, `destroy_process_group` raises the error again."""
+
+    def shut_down(group: aborting_backend.AbortingGroup) -> None:
+        if not group._aborted.is_set():
+            raise distributed.DistBackendError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(process_group, "_BACKENDS", {})
+    aborting_backend.install()
+    monkeypatch.setattr(aborting_backend.AbortingGroup, "shutdown", shut_down)
+    member = process_group.ProcessGroupHandle()
+    alone = (Peer(rank=0, address=member.reserve()),)
+    member.join(Group(generation=GENERATION, rank=0, peers=alone, deadline_s=20.0), torch.device("cpu"))
+    if not aborts:
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match="did not end"):
+            patch.setattr(aborting_backend.AbortingGroup, "abort", lambda group: None)
+            member.leave()
+        distributed.group.WORLD.abort()
+    member.leave()
+    assert not distributed.is_initialized()
 
 
 def steps(engine: Any, rank: int, world: int, numbers: range) -> list[float]:

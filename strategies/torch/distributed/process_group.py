@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import logging
 import os
 import re
 import socket
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp, TCPStore  # type: ignore[attr-defined]
 
-from trainwright.core.errors import PeerLost, TrainwrightError
+from trainwright.core.errors import DeviceError, PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import (
@@ -59,6 +60,7 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hundredths
 _ABORT_WAIT_S = 10.0  # an abort of NCCL took one second on an H100
@@ -167,12 +169,13 @@ class ProcessGroupHandle:
         """End a group whose collectives may still be under way, which would keep the sockets open.
 
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
-        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either. NCCL ends
-        a group with its peers, and is aborted where it does not, or was interrupted.
+        says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either. Groups of
+        NCCL are aborted first: torch waits for the peers of others, and raises the error of a broken one again.
+
+        Raises DeviceError where a group of NCCL does not end: this process cannot join another one.
         """
         self._interface.close()
-        if self._backend == "gloo" or self.aborted:
-            self._shut()
+        self._shut()
         with self._lock:
             self._port = None
         if self._store is None:
@@ -183,7 +186,11 @@ class ProcessGroupHandle:
             distributed.destroy_process_group()
             _run_for(_DESTROY_WAIT_S, groups.clear)
         elif distributed.is_initialized() and not _run_for(_ABORT_WAIT_S, distributed.destroy_process_group):
-            _abort_groups()
+            raise DeviceError(
+                f"the process group of {self._backend} did not end within {_ABORT_WAIT_S:g} s, or the log has an error",
+                remedy="the rank continues in another process; if it fails again there, look at the node's network and "
+                "its kernel log (dmesg)",
+            )
         self._store = None
 
     def _join(self, group: Group, device: torch.device) -> None:
@@ -289,7 +296,7 @@ class ProcessGroupHandle:
 
 
 def _abort_groups() -> bool:
-    """Abort all groups of this process, beside each other; False where an abort takes too long.
+    """Abort all groups of this process, beside each other; False where an abort takes too long or raises.
 
     Blocked collectives end with any values. An abort of NCCL may wait for another communicator, which another rank
     aborts first (pytorch#119797). Several groups at a time are not verified on hardware.
@@ -298,14 +305,23 @@ def _abort_groups() -> bool:
 
 
 def _run_for(seconds: float, *works: Callable[[], object]) -> bool:
-    """Call functions, each in a thread, which are left behind after so many seconds; False then."""
-    threads = [threading.Thread(target=work, name="ending", daemon=True) for work in works]
+    """Call functions, each in a thread, which are left behind after so many seconds; False then, or if one raised."""
+    done = list[None]()
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+            done.append(None)
+        except Exception:
+            _log.exception("a process group could not be ended")
+
+    threads = [threading.Thread(target=run, args=(work,), name="ending", daemon=True) for work in works]
     until_s = time.monotonic() + seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(until_s - time.monotonic(), 0.0))
-    return not any(thread.is_alive() for thread in threads)
+    return len(done) == len(works)
 
 
 def _end_foreign_group() -> None:
