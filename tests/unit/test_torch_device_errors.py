@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -72,6 +73,22 @@ def test_after_an_abort_a_broken_device_is_no_lost_peer(
     monkeypatch.setattr(engine, "_aborted", lambda: True)
     with pytest.raises(kind):
         engine._guarded(_raiser(error))
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+@pytest.mark.parametrize(
+    "error", [EOFError(), json.JSONDecodeError("no value", "", 0), IndexError("of a type")], ids=repr
+)
+def test_what_an_aborted_collective_wrote_may_be_unreadable(
+    error: Exception, aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse() -> NoReturn:
+        raise error
+
+    engine = OneDevice()
+    monkeypatch.setattr(engine, "_aborted", lambda: aborted)
+    with pytest.raises(PeerLost if aborted else type(error)):
+        engine._guarded(parse)
 
 
 @pytest.mark.parametrize(("text", "kind"), [(ILLEGAL, DeviceError), (ASSERTION, UserCodeError)])

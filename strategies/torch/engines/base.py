@@ -195,7 +195,7 @@ class _ReplicaEngine:
             if self._aborted() and not isinstance(error, (PeerLost, DeviceError)):
                 failure = peer_lost_error(error, self._where)
                 clear_frames(error)
-        except RuntimeError as error:
+        except Exception as error:  # also of what reads the bytes that an aborted collective wrote
             failed = sticky_error(error, self._where)
             if failed is not None:
                 failure = failed
