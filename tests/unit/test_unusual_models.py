@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.serialization import safe_globals
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
-from tests.support.torch_engines import batch, feed, one_device, plan, saved, spec
+from tests.support.torch_engines import Net, batch, feed, one_device, plan, saved, spec
 from tests.unit.test_torch_process_groups import share
 from trainwright.core.data import Feed
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.topology import StateTransfer
 from trainwright.strategies.torch.checkpoint.host_state import LossScale, _description, _TensorForm
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
@@ -93,6 +94,33 @@ def test_gradients_of_rare_kinds_are_measured_and_clipped(model: type[nn.Module]
         report = engine.train_step(halves(step))
         assert math.isfinite(report.loss)
         assert (report.gradient_norm is not None) == (clip_norm is not None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_a_scripted_part_is_trained_saved_and_evaluated() -> None:
+    def scripted() -> nn.Module:
+        middle = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        return Net(middle=lambda: torch.jit.script(middle))
+
+    engine, other = one_device(spec(model=scripted)), one_device(spec(model=scripted))
+    before = {name: value.clone() for name, value in engine.replica.model.state_dict().items()}
+    engine.warm(feed())
+    assert all(torch.equal(value, before[name]) for name, value in engine.replica.model.state_dict().items())
+    engine.train_step(feed())
+    engine.evaluate_step(feed())
+    other.load(saved(engine))
+    assert [engine.train_step(feed(step=1))] == [other.train_step(feed(step=1))]
+    assert saved(other).files == saved(engine).files
+
+
+def test_a_wrapper_that_renames_trained_parameters_is_refused() -> None:
+    def wrapped() -> nn.Module:
+        model = Net()
+        model.first = checkpoint_wrapper(model.first)
+        return model
+
+    with pytest.raises(JobError, match=r"'first\._checkpoint_wrapped_module\.weight' .*state_dict.*recompute=full"):
+        one_device(spec(model=wrapped))
 
 
 class Caching(nn.Module):

@@ -139,7 +139,14 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append("the model has no parameter that requires a gradient: there is nothing to train")
-    extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    state = model.state_dict()
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if renamed := [name for name in trained if name not in state]:
+        problems.append(
+            f"parameter {renamed[0]!r} of the model is not in its state_dict(), by whose names it is saved: return the "
+            "model without the wrapper that renames it; for torch's checkpoint_wrapper, use plan recompute=full"
+        )
+    extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
     problems += sparse_problems(model)

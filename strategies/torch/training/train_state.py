@@ -154,7 +154,7 @@ class TorchReplica:
         self._places = {
             f"{prefix}.{key}" if prefix else key: (module, key)
             for prefix, module in self.model.named_modules()
-            for key in module._buffers
+            for key, _ in module._buffers.items()  # those of a scripted module cannot be iterated themselves
         }
         self.norms = [] if together else running_norms(self.model)
         self.local, self.data_rank = _local_buffers(self.model, spec.local_state, where), DataRank()
