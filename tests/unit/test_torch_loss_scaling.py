@@ -89,6 +89,19 @@ def test_a_gradient_too_large_without_a_scale_is_told() -> None:
         steps(engine, range(16, 17))
 
 
+def test_a_loss_of_many_values_for_each_sample_finds_its_scale_below_one() -> None:
+    """Such as that of pixels: backward computes their sum, and divides afterwards."""
+
+    def dense(outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs.float(), targets).unsqueeze(1).expand(-1, 2**18)
+
+    engine = one_device(spec(loss=dense, clip_norm=1.0), HALF)
+    over = [report.overflowed for report in steps(engine, range(24))]
+    assert over.count(True) > 16 and not any(over[-4:])
+    with pytest.raises(NonFiniteLoss, match="the gradient's norm became"):
+        steps(one_device(spec(loss=lambda o, t: 1e12 * dense(o, t)), HALF), range(17 + 18))
+
+
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     engine = one_device(spec(loss=lambda outputs, targets: loss(outputs, targets) * float("inf")), HALF)
     with pytest.raises(NonFiniteLoss, match="the loss became inf"):

@@ -345,7 +345,7 @@ def is_elementwise(spec: ModelSpec) -> bool:
 # --- Loss scaling for float16 -----------------------------------------------------------------------------------------
 
 
-MIN_LOSS_SCALE = 1.0  # below, gradients that overflow are too large themselves
+MIN_LOSS_SCALE = 1.0  # of a mean: below, gradients that overflow are too large themselves
 
 
 @dataclass(frozen=True, kw_only=True)

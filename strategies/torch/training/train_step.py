@@ -280,7 +280,8 @@ def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTota
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
             return False  # what has no weight is not applied
-        if scale is not None and scale.factor > MIN_LOSS_SCALE:
+        items = max(1.0, totals.weight / feed.rows)  # of a row, such as pixels, whose gradients are yet to be divided
+        if scale is not None and scale.factor * items > MIN_LOSS_SCALE:
             return True
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.micro_losses:
