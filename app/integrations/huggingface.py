@@ -187,7 +187,7 @@ def _optimization(trainer: Any, total: int, given: Mapping[str, Any]) -> dict[st
 
 
 def _length(args: Any, rows: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `epochs`, `epoch_samples` and the total of steps. Raises JobError where epochs cannot say it."""
+    """Return options for the length, and the total of steps. Raises JobError where epochs cannot say it."""
     batch_size, epochs, steps = given["batch_size"], given.get("epochs"), epoch_steps(rows, given)
     if "epoch_samples" in given:
         if not epochs:
@@ -195,23 +195,23 @@ def _length(args: Any, rows: int, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"epochs": epochs, "total": epochs * steps}
     total = epochs * steps if epochs else args.max_steps if args.max_steps > 0 else 0
     total = total or math.ceil(args.num_train_epochs * steps)
-    unit = steps if total % steps == 0 else total
-    if _value(args.eval_strategy) == "steps":
-        unit = _steps(args.eval_steps, total)
+    by, whole = _value(args.eval_strategy), total % steps == 0
+    unit = _steps(args.eval_steps, total) if by == "steps" else steps if whole else total
+    passes = f"max_steps to a multiple of {steps}" if args.max_steps > 0 else "num_train_epochs to a whole number"
+    changes = [*([] if whole else [passes]), *(['eval_strategy="epoch"'] if by == "steps" else [])]
+    evaluations = f" with evaluations after each {unit}" if by == "steps" else ""
     problem = ""
     if total % unit:
-        problem = f"{total} steps are no multiple of eval_steps={unit}: change it"
-    elif unit != steps and rows % batch_size and total * batch_size > rows:
-        problem = f"{total} steps with evaluations after each {unit} are no whole passes of {steps} steps"
+        problem = f"{total} steps are no multiple of eval_steps={unit}: change it, or"
+    elif total * batch_size > rows and ((unit != steps and rows % batch_size) or (by == "epoch" and not whole)):
+        problem = f"{total} steps{evaluations} are no whole passes of {steps} steps:"
     if problem:
-        raise JobError(
-            [f'{problem}, or set eval_strategy="epoch" and a whole number as num_train_epochs'], where=_WHERE
-        )
-    return {
-        "epochs": total // unit,
-        "total": total,
-        **({} if unit == steps else {"epoch_samples": unit * batch_size}),
-    }
+        raise JobError([f"{problem} set {' and '.join(changes)}"], where=_WHERE)
+    found = {"epochs": total // unit, "total": total}
+    if unit == steps:
+        return found
+    by_pass = {"checkpoint_steps": steps} if _value(args.save_strategy) == "epoch" else {}
+    return {**found, **by_pass, "epoch_samples": unit * batch_size}
 
 
 def _steps(given: float, total: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -347,6 +348,39 @@ def test_lengths_of_a_trainer() -> None:
         found(num_train_epochs=1.5)
     with pytest.raises(JobError, match="no multiple of eval_steps=5"):
         found(eval_strategy="steps", eval_steps=5)
+
+
+def test_checkpoints_by_epoch_of_a_trainer_stay_where_epochs_are_no_passes() -> None:
+    def checkpoint_steps(**arguments: Any) -> Any:
+        trainer = Trainer(gradient_accumulation_steps=1, train_batch_size=2, save_strategy="epoch", **arguments)
+        return tw.from_hf_trainer(trainer).checkpointing.checkpoint_steps
+
+    assert checkpoint_steps() is None
+    assert checkpoint_steps(max_steps=28) == 11
+    assert checkpoint_steps(max_steps=28, eval_strategy="steps", eval_steps=14) == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"max_steps": 28, "eval_strategy": "epoch", "train_batch_size": 2}, "set max_steps to a multiple of 11$"),
+        (
+            {"num_train_epochs": 2.5, "eval_strategy": "epoch", "train_batch_size": 2},
+            "set num_train_epochs to a whole number$",
+        ),
+        ({"max_steps": 9, "eval_strategy": "epoch"}, "set max_steps to a multiple of 6$"),
+        (
+            {"max_steps": 9, "eval_strategy": "steps", "eval_steps": 3},
+            'set max_steps to a multiple of 6 and eval_strategy="epoch"$',
+        ),
+        ({"max_steps": 12, "eval_strategy": "steps", "eval_steps": 4}, 'steps: set eval_strategy="epoch"$'),
+    ],
+)
+def test_epochs_that_are_no_whole_passes_are_refused_with_what_is_not_set_yet(arguments: Any, advice: str) -> None:
+    with pytest.raises(JobError) as refused:
+        tw.from_hf_trainer(Trainer(gradient_accumulation_steps=1, **arguments))
+    (problem,) = refused.value.problems
+    assert re.search(f"no whole passes of .*{advice}", problem)
 
 
 class SizedTrainer(Trainer):
