@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
 
+from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.data_source import Arrays, Index, Loader, Rows
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
@@ -56,6 +57,7 @@ class RowReader:
         self._slots = len(self._blocks) - 1 if self._fits else min(most, len(self._blocks) - 1)
         self._free = list(range(self._slots))
         self._kept: OrderedDict[int, int] = OrderedDict()  # block: its slot
+        self._damaged: set[int] = set()  # blocks with a bad row, in this epoch
         self._shifts = np.zeros(len(self._blocks) - 1, dtype=np.int64)
         self._lock = threading.Lock()
         largest_bytes = int(np.diff(groups).max()) * max(index.row_bytes, 1)
@@ -70,6 +72,21 @@ class RowReader:
         Args:
             epoch: whose random rows these are; others are alike in each.
         """
+        return self._gather(rows, epoch, self._from_blocks)
+
+    def salvage(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """As `gather`. Where a block cannot be loaded, its rows are read alone: the bad row may be another."""
+        return self._gather(rows, epoch, self._salvaged)
+
+    def gather_alone(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """As `gather`, without the other rows of their blocks, where the source allows it. None is kept."""
+        with self._lock:
+            if epoch != self._epoch:
+                self._begin(epoch)
+            return self._alone(rows)
+
+    def _gather(self, rows: Rows, epoch: int, read: Callable[[Rows, Rows], Arrays]) -> Arrays:
+        """As `gather`; `read` gives rows by their numbers and their blocks."""
         if not self._schema:
             return {}
         with self._lock:
@@ -77,26 +94,7 @@ class RowReader:
                 self._begin(epoch)
             if self._whole or (self._fits and len(self._kept) == self._slots):
                 return self._take(rows)
-            blocks = np.searchsorted(self._blocks, rows, "right") - 1
-            wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
-            if len(wanted) <= self._slots:
-                self._keep(wanted.tolist())
-                return self._take(rows + self._shifts[blocks])
-            return self._in_parts(rows, blocks, wanted)
-
-    def gather_alone(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """As `gather`, without the other rows of their blocks, where the source allows it. None is kept."""
-        with self._lock:
-            if epoch != self._epoch:
-                self._begin(epoch)
-            result = self._empty(len(rows))
-            numbers = np.searchsorted(self._groups, rows, "right") - 1
-            for number in np.unique(numbers).tolist():
-                chosen = np.flatnonzero(numbers == number)
-                places = rows[chosen] - self._groups[number]
-                for name, array in self._loader.source.load_rows(number, list(self._schema), places).items():
-                    result[name][chosen] = array
-            return result
+            return read(rows, np.searchsorted(self._blocks, rows, "right") - 1)
 
     @property
     def varying(self) -> bool:
@@ -112,7 +110,40 @@ class RowReader:
                 self._drop(*self._kept.popitem())
             if self._whole:
                 self.__dict__.pop("_memory", None)
+        self._damaged.clear()
         self._loader.source.begin(self._seed, epoch)
+
+    def _salvaged(self, rows: Rows, blocks: Rows) -> Arrays:
+        alone = np.isin(blocks, list(self._damaged))
+        if not alone.any():
+            try:
+                return self._from_blocks(rows, blocks)
+            except (DataError, UserCodeError):
+                alone = np.isin(blocks, list(self._damaged))
+                if not alone.any():
+                    raise
+        result = self._empty(len(rows))
+        for part, found in ((alone, self._alone(rows[alone])), (~alone, self._salvaged(rows[~alone], blocks[~alone]))):
+            for name, array in found.items():
+                result[name][part] = array
+        return result
+
+    def _from_blocks(self, rows: Rows, blocks: Rows) -> Arrays:
+        wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
+        if len(wanted) <= self._slots:
+            self._keep(wanted.tolist())
+            return self._take(rows + self._shifts[blocks])
+        return self._in_parts(rows, blocks, wanted)
+
+    def _alone(self, rows: Rows) -> Arrays:
+        result = self._empty(len(rows))
+        numbers = np.searchsorted(self._groups, rows, "right") - 1
+        for number in np.unique(numbers).tolist():
+            chosen = np.flatnonzero(numbers == number)
+            places = rows[chosen] - self._groups[number]
+            for name, array in self._loader.source.load_rows(number, list(self._schema), places).items():
+                result[name][chosen] = array
+        return result
 
     def _take(self, places: Rows) -> Arrays:
         return {name: array.take(places, axis=0) for name, array in self._memory.items()}
@@ -174,8 +205,10 @@ class RowReader:
         slot, loader = self._free.pop(), self._idle.popleft()
         try:
             loader.load(int(self._blocks[block]), self._slot(block, slot))
-        except BaseException:
+        except BaseException as error:
             self._free.append(slot)
+            if isinstance(error, DataError | UserCodeError) and not isinstance(error.__cause__, OSError):
+                self._damaged.add(block)  # a file that cannot be read has no good row
             raise
         finally:
             self._idle.append(loader)

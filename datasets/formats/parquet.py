@@ -31,6 +31,7 @@ from trainwright.datasets.data_source import (
     Index,
     Loader,
     RowGroup,
+    Rows,
     Source,
     field_of,
     select_columns,
@@ -132,6 +133,7 @@ class ParquetLoader(Loader):
         self._system, self._index = system, index
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._pages = PageReader(system)
+        self._table: tuple[int, list[str], pa.Table | None] = (-1, [], None)  # the row group of `load_rows`
         self._firsts: dict[str, int] = {}
         for group in index.groups:
             self._firsts.setdefault(group.file, group.first)
@@ -142,9 +144,21 @@ class ParquetLoader(Loader):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
+        self._table = (-1, [], None)
+        return table_arrays(self._loaded(number, columns), columns, self._place(number))
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        """As `load`, of some rows. The row group is kept as it was read: bad rows are searched for in it."""
+        if self._table[:2] != (number, list(columns)):
+            self._table = (number, list(columns), self._loaded(number, columns))
+        return table_arrays(self._table[2], columns, self._place(number), rows)
+
+    def _place(self, number: int) -> GroupLocation:
         group = self._index.groups[number]
-        place = GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
-        where = place.at()
+        return GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
+
+    def _loaded(self, number: int, columns: Sequence[str]) -> pa.Table:
+        group, where = self._index.groups[number], self._place(number).at()
         try:
             table = retry_transient(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
@@ -155,7 +169,7 @@ class ParquetLoader(Loader):
             how = f"the row group has {table.num_rows} rows and had {group.rows} when the run began"
             raise changed_error(how, where)
         select_columns(dict.fromkeys(table.column_names), columns, where)
-        return table_arrays(table, columns, place)
+        return table
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
         """Take some rows of row group `number`, counted within it, from its pages, most of them without pyarrow.

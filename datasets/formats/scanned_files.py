@@ -26,6 +26,7 @@ from trainwright.datasets.data_source import (
     Index,
     Loader,
     RowGroup,
+    Rows,
     Source,
     hash_parts,
     select_columns,
@@ -263,12 +264,14 @@ class FileLoader(Loader):
         return self._heads[data.file]
 
 
-def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation) -> Arrays:
-    """Columns of an Arrow table; DataError names the first row that is null."""
+def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation, rows: Rows | None = None) -> Arrays:
+    """Columns of an Arrow table, or of some of its rows; DataError names the first row that is null."""
+    table = table if rows is None else table.take(rows)
     for name in names:
         column = table.column(name)
         if column.null_count:
             row = pc.index(column.is_null(), pa.scalar(True)).as_py()
+            row = row if rows is None else int(rows[row])
             raise null_error(f"{column.null_count} of {len(column)} values are null", place.at(row, name))
     return {name: to_array(table.column(name), place.at(column=name)) for name in names}
 

@@ -20,6 +20,7 @@ from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.bad_samples import SkippingReader
 from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import (
     MEMORY_BYTES,
     Lanes,
@@ -274,12 +275,15 @@ class BatchLoader:
     def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
         """Transformed rows, each of its pass, and which of them are good; None where all are."""
         good = np.ones(len(samples), dtype=np.bool_)
+        gather = self._reader.gather
+        if self._salvage is not None and isinstance(self._reader, RowReader):
+            gather = self._reader.salvage
 
         def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
             counters = Counters(seed=self.schedule.order.seed, epoch=number)
 
             def read(wanted: Rows) -> Arrays:
-                return self._dataset.transform(self._reader.gather(wanted, number), wanted, counters, self._columns)
+                return self._dataset.transform(gather(wanted, number), wanted, counters, self._columns)
 
             if self._salvage is None:
                 return read(samples[which])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
-from trainwright.datasets import table
+from trainwright.datasets import parquet, table
 from trainwright.datasets.data_source import Arrays, Rows
+from trainwright.datasets.formats.parquet import ParquetLoader
 from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
 from trainwright.datasets.loading.batch_loader import BatchLoader
 
@@ -166,6 +170,31 @@ def test_texts_of_any_length_are_alike() -> None:
     data = table({"x": np.arange(9)}).map(lambda row, rng: {"y": "a" * int(row["x"])} if row["x"] != 5 else {})
     assert [len(text) for text in salvaged(data, told)[0][0]["y"]] == [0, 1, 2, 3, 4, 0, 6, 7]
     assert [item.sample for item in told] == [5]
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 29, 1 << 12])
+def test_one_null_costs_one_sample_and_not_its_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
+) -> None:
+    reads: list[int] = []
+    read = ParquetLoader._read
+    monkeypatch.setattr(ParquetLoader, "_read", lambda self, *args: (reads.append(1), read(self, *args))[1])
+    values = [None if row == 77 else row / 2 for row in range(1000)]
+    pq.write_table(pa.table({"id": range(1000), "x": values}), tmp_path / "a.parquet", row_group_size=100)
+    told: list[SkippedSample] = []
+    stream = BatchLoader(
+        parquet(str(tmp_path)), batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), shuffle=False,
+        memory_bytes=memory_bytes, epochs=2, salvage=SkippingReader(1, told.append),
+    )  # fmt: skip
+    with stream.feeds(0) as feeds:
+        batches = [feed.parts[0][0] for feed in feeds]
+    for batch in batches:
+        assert (batch.weights == (batch.samples != 77)).all()
+        good = batch.weights > 0
+        assert (batch.columns["x"][good] == batch.samples[good] / 2).all()
+    assert [item.sample for item in told] == [77] and len(batches) == 40
+    assert told[0].where.endswith("row group 0, row 77, column 'x'") and told[0].error == "1 of 1 values are null"
+    assert len(reads) < 60, "a row group is not read again for each half"
 
 
 @pytest.mark.parametrize("start", [0, 4])
