@@ -280,6 +280,29 @@ def object_array(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
+_SIZED_OBJECTS = 8  # whose content stands for that of all others
+
+
+def content_bytes(array: npt.NDArray[Any]) -> int:
+    """Size of an array; with objects, their content is estimated from a few of them."""
+    return int(array.nbytes) + (_objects_bytes(array.reshape(-1)) if array.dtype == object else 0)
+
+
+def _objects_bytes(values: Sequence[Any] | npt.NDArray[Any]) -> int:
+    few = values[:: -(-len(values) // _SIZED_OBJECTS) or 1]
+    return sum(map(_object_bytes, few)) * len(values) // max(len(few), 1)
+
+
+def _object_bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return 100 + content_bytes(value)
+    if isinstance(value, str | bytes):
+        return 50 + len(value)
+    if isinstance(value, list | tuple):
+        return 60 + 8 * len(value) + _objects_bytes(value)
+    return 60 + (_objects_bytes([*value, *value.values()]) if isinstance(value, Mapping) else 0)
+
+
 def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
     """One value a row as one array (rows, *shape). Raises DataError, naming `what`, where shapes or types differ."""
     try:

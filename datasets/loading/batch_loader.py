@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch, Feed, FeedAssignment, PrefetchDepth, zero_weight
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.core.topology import WorkUnit
-from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows, content_bytes
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.bad_samples import SkippingReader
 from trainwright.datasets.ops.row_transforms import Counters
@@ -341,9 +341,13 @@ def make_reader(
 
 
 def _size(chunk: list[Feed]) -> int:
-    """Bytes of the columns of some feeds; of objects, their references only."""
+    """Bytes of the columns of some feeds."""
     return sum(
-        array.nbytes for feed in chunk for part in feed.parts for batch in part for array in batch.columns.values()
+        content_bytes(array)
+        for feed in chunk
+        for part in feed.parts
+        for batch in part
+        for array in batch.columns.values()
     )
 
 

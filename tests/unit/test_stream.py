@@ -248,6 +248,24 @@ def test_an_exception_reaches_the_consumer_after_the_feeds_before_it() -> None:
     assert gone()
 
 
+@pytest.mark.parametrize(
+    ("make", "row_bytes"),
+    [
+        (lambda row: np.zeros(1000 + row % 5, np.int64), 8_000),
+        (lambda row: "a" * (1000 + row), 1_000),
+        (lambda row: {"tokens": [[row] * 100] * 10}, 60_000),
+        (lambda row: b"" if row % 2 else None, 60),
+    ],
+)
+def test_what_is_read_ahead_counts_objects_by_their_content(make: Any, row_bytes: int) -> None:
+    values = np.fromiter((make(row) for row in range(64)), object, 64)
+    data = table({"x": np.arange(64)}).map_batches(lambda columns: {"v": values[columns["x"]]})
+    loader = BatchLoader(data, batch_size=16, feeding=FeedAssignment(data_ranks=range(1), total=1))
+    with loader.feeds() as feeds:
+        next(feeds)
+        assert 0.9 * 64 * row_bytes < feeds.prefetch.chunk_bytes < 1.3 * 64 * row_bytes + 64 * 16
+
+
 def test_reading_goes_ahead_and_is_bounded() -> None:
     made: list[int] = []
     reached = threading.Event()
