@@ -60,6 +60,7 @@ class _LightningStep:
 
     train: Structure  # how a batch of the training set holds its columns
     evaluate: Structure  # the same of the evaluation set
+    monitor: str  # the name of the evaluation's loss that a scheduler follows; empty where none does
 
     def __call__(self, module: Any, columns: Mapping[str, Any]) -> Any:
         """Return the loss of a micro-batch. Raises JobError where there is none."""
@@ -75,7 +76,14 @@ class _LightningStep:
         finally:
             del module.log, module.log_dict
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        if loss is None and validating:
+        if validating and self.monitor:
+            loss = logged.get(self.monitor)
+            if not hasattr(loss, "shape"):
+                problem = (
+                    f"the scheduler has monitor={self.monitor!r}; validation_step() logs no tensor under this name"
+                )
+                raise JobError([f"{problem}: log the loss so, without item(), or give schedule="])
+        elif loss is None and validating:
             loss = next((value for name, value in logged.items() if name.endswith("loss")), None)
         if loss is None:
             name = "validation_step" if validating else "training_step"
@@ -124,13 +132,15 @@ def from_lightning(
     evaluation = _Split.of(validation, "the validation loader") if validates and validation is not None else None
     options = {"batch_size": training.batch_size, "epochs": 1, **options}
     given = {"drop_last": training.drop_last, **options_by_name(options)}
+    optimization = _optimization(made, epoch_steps(training.length, given), datamodule, given)
+    monitor = optimization.pop("monitor", "")
     found: dict[str, Any] = {
         "name": type(made).__name__.lower(),
         "model": ModelCopy.of(made) if given_module else module,
-        **_optimization(made, epoch_steps(training.length, given), datamodule, given),
+        **optimization,
         "train": training.rows,
         "evaluate": None if evaluation is None else mark_validation(evaluation.rows),
-        "step": _LightningStep(train=training.made, evaluate=(evaluation or training).made),
+        "step": _LightningStep(train=training.made, evaluate=(evaluation or training).made, monitor=monitor),
         "shuffle": training.shuffle,
         "drop_last": training.drop_last,
     }
@@ -195,7 +205,7 @@ def _remedy(name: str) -> str:
 
 
 def _optimization(module: Any, steps: int, datamodule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the job has of optimizer= and schedule= with its options, and is not given.
+    """Return what the job has of optimizer= and schedule= with its options, and is not given, and `monitor`.
 
     Raises JobError for what a job has not.
     """
@@ -236,9 +246,9 @@ def _optimization(module: Any, steps: int, datamodule: Any, given: Mapping[str, 
         found["schedule"] = SchedulerTemplate.of(entry["scheduler"])
         if type(entry["scheduler"]).__name__ == "ReduceLROnPlateau":
             monitor = str(entry.get("monitor"))
-            if not monitor.endswith("loss"):
-                problems.append(f"the scheduler has monitor={monitor!r}: only the loss of the evaluation is covered")
-            found["schedule_metric"] = "loss"
+            if monitor.startswith("train") or not monitor.endswith("loss"):
+                problems.append(f"the scheduler has monitor={monitor!r}: only a loss of the evaluation is covered")
+            found |= {"schedule_metric": "loss", "monitor": monitor}
         else:
             found["schedule_by"] = entry.get("interval", "epoch")
     if problems:
@@ -329,6 +339,10 @@ def _loader_problems(loader: Any, what: str) -> Iterator[str]:
     sampler = type(loader.sampler).__name__
     if sampler not in ("RandomSampler", "SequentialSampler") or getattr(loader.sampler, "replacement", False):
         yield f"{what} has the sampler {sampler}: leave it out; data sets have weighted(...) and bucketed(...) instead"
+    elif len(loader.sampler) != len(loader.dataset):
+        drawn, rows = len(loader.sampler), len(loader.dataset)
+        remedy = f"leave it out, and give epoch_samples={drawn} for shorter epochs, or a Subset as data set"
+        yield f"{what} has a sampler that draws {drawn} of {rows} rows: {remedy}"
     if loader.batch_size is None:
         yield f"{what} has a batch_sampler, or no batches: give it batch_size="
 

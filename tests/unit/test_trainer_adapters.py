@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import trainwright as tw
 from tests.support.torch_engines import feed, one_device
@@ -95,15 +95,42 @@ def test_a_validation_step_gives_the_evaluation() -> None:
 
 
 class OnPlateau(Classifier):
+    monitor = "val_loss"
+
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer()
-        scheduler = {"scheduler": schedulers.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+        scheduler = {"scheduler": schedulers.ReduceLROnPlateau(optimizer), "monitor": self.monitor}
         return [optimizer], [scheduler]
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        self.log("val_norm_loss", self.net[0].weight.norm())
+        self.log("text_loss", 0.5)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-def test_a_plateau_follows_the_loss_of_the_evaluation() -> None:
-    job = tw.from_lightning(OnPlateau())
-    assert (job.training.schedule_metric, job.training.schedule_by) == ("loss", "step")
+
+def monitored(name: str) -> tw.Job:
+    module = OnPlateau()
+    module.monitor = name
+    return tw.from_lightning(module)
+
+
+def test_a_plateau_follows_what_the_evaluation_logs_under_its_name() -> None:
+    for name in ("val_loss", "val_norm_loss"):
+        job = monitored(name)
+        assert (job.training.schedule_metric, job.training.schedule_by) == ("loss", "step")
+        found = one_device(job.model_spec(7)).evaluate_step(step_feed(job.evaluate, np.arange(20))).means()
+        assert found["loss"] == pytest.approx(found[name])
+
+
+def test_a_plateau_that_follows_no_loss_of_the_evaluation_is_refused() -> None:
+    for name in ("train_loss", "val_accuracy"):
+        with pytest.raises(JobError, match=f"monitor='{name}': only a loss of the evaluation is covered"):
+            monitored(name)
+    for name in ("epoch_loss", "text_loss"):  # one is not logged, the other is no tensor
+        job = monitored(name)
+        with pytest.raises(JobError, match=f"monitor='{name}'.* logs no tensor under this name"):
+            one_device(job.model_spec(7)).evaluate_step(step_feed(job.evaluate, np.arange(20)))
 
 
 @pytest.mark.filterwarnings("ignore")  # of one device, few workers of a DataLoader, and such
@@ -278,6 +305,10 @@ class Streamed(IterableDataset[Any]):
         yield from ()
 
 
+def sampled(sampler: Any) -> Any:
+    return DataLoader(Points(), batch_size=4, sampler=sampler)
+
+
 def several() -> Any:
     module = Classifier()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)]
@@ -290,6 +321,8 @@ def several() -> Any:
     [
         (Classifier(), DataLoader(Streamed()), "no rows by number"),
         (Classifier(), DataLoader(Points(), sampler=WeightedRandomSampler([1.0], 1)), "weighted"),
+        (Classifier(), sampled(RandomSampler(Points(), num_samples=8)), r"draws 8 of 50 rows.*epoch_samples=8"),
+        (Classifier(), sampled(SequentialSampler(range(9))), r"draws 9 of 50 rows"),
         (Classifier(), [DataLoader(Points())], "give one torch DataLoader"),
         (several(), None, "2 optimizers"),
         (nn.Linear(1, 1), None, "no LightningModule"),
