@@ -63,6 +63,8 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     error, kind = event.failure.error, event.failure.kind
     failed = failed_event(state, worker, state.membership.rank_of[worker], headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
+    if isinstance(error, DeviceOutOfMemory) and event.verb == "form" and not _is_fresh(state, worker):
+        kind = "internal"  # this plan had the memory before: a process that holds nothing of it may have it again
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
     if state.trials is not None and kind in ("user", "data", "internal"):
         _reject_plan(turn, cause, kill=kind == "internal")
@@ -98,6 +100,11 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
             checkpointing.forget_memory_checkpoint(turn)
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)
+
+
+def _is_fresh(state: DriverState, worker: int) -> bool:
+    """Return whether a worker has not completed a rendezvous yet."""
+    return state.membership.members[state.membership.rank_of[worker]].fresh
 
 
 def _leaner_plans(turn: Transition) -> m.PlanSelector | None:

@@ -17,7 +17,7 @@ from trainwright.core.data import PeakMemory
 from trainwright.core.errors import DeviceOutOfMemory, JobError, PeerLost, UserCodeError
 from trainwright.core.events import Failed, Replanned
 from trainwright.core.plan import Plan
-from trainwright.core.topology import StateTag
+from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.driver.messages import PlanSelector
@@ -109,6 +109,22 @@ def test_a_rank_that_lost_its_peer_first_does_not_hide_it() -> None:
     story = Story(explain_memory=lambda *_: ("", "")).running()
     story.raises(0, "run", "peer", PeerLost("another rank was lost"))
     ended: Any = failed(story)
+    assert isinstance(ended.error, DeviceOutOfMemory) and ended.outcome == "failed"
+
+
+def test_a_survivor_without_memory_to_form_again_is_replaced_and_a_new_process_ends_the_run() -> None:
+    """The survivor trained under this plan; another process may have the memory that the old state takes."""
+
+    def again(story: Story) -> Story:
+        return story.start().returns("reserve", Address(host="h", port=1))
+
+    story = Story(explain_memory=lambda *_: ("", "")).running().tell(m.WorkerDied(worker=0, cause="signal 9"))
+    again(story.raises(1, "run", "peer", PeerLost("gone")))
+    assert failed(story, verb="form").error is None
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=1)]
+    assert story.all(m.StartWorker) == [m.StartWorker(worker=3, slot=1)]
+    again(story.raises(2, "form", "peer", PeerLost("gone")))
+    ended: Any = failed(story, worker=3, verb="form")
     assert isinstance(ended.error, DeviceOutOfMemory) and ended.outcome == "failed"
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from tests.support.conformance.rank import Files
 from tests.support.torch_engines import plan, spec
@@ -27,10 +28,10 @@ from trainwright.strategies.torch.distributed import fsdp_wrap
 from trainwright.strategies.torch.distributed.fsdp_wrap import fully_shard_model
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.engines.pipeline import Pipeline
-from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, _KeptState
 from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
-from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_state import DataRank, LocalState, TorchReplica
 
 layouts = st.builds(ModelPart, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
 
@@ -281,6 +282,39 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     finally:
         gc.unfreeze()
     assert [each() is None for each in held] == [True, False]
+
+
+def test_a_part_on_a_gpu_waits_in_host_memory_while_its_model_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, restored, left = ModelPart(shard=0, shards=2), list[_KeptState](), list[bool]()
+
+    class Again(ShardedModelEngine):
+        """The same part again."""
+
+        def _join_mesh(self, plan: Plan) -> None:
+            self._part = part
+
+        def _build_replica(self, spec: ModelSpec, plan: Plan) -> Any:
+            left.extend(each() is not None for each in held)
+            return SimpleNamespace(part=part)
+
+    with FakeTensorMode():
+        weight, momentum, buffer, local = (torch.empty(4, device="cuda") for _ in range(4))
+        offloaded = torch.empty(4)
+    state = HostState(
+        step=3, model={"weight": weight, "offloaded": offloaded}, slots={"weight": {"momentum": momentum, "step": 3}},
+        options=[], optimizer="SGD", part=part,
+        local=LocalState(data_rank=DataRank(rank=0, ranks=1), tensors={"local": local}),
+    )  # fmt: skip
+    held = [weakref.ref(each) for each in (weight, momentum, buffer, local)]
+    engine: Any = Again()
+    engine._kept_state = _KeptState(state=state, buffers={"buffer": buffer}, sound=True)
+    del weight, momentum, buffer, local, state
+    monkeypatch.setattr(_KeptState, "restore_into", lambda kept, replica: restored.append(kept))
+    engine._rejoin(spec(), plan())
+    assert left == [False] * 4
+    (kept,) = restored
+    assert {each.device.type for each in (*kept.state.memory.values(), *kept.buffers.values())} == {"cpu"}
+    assert len(kept.state.memory) == 4 and kept.state.model["offloaded"] is offloaded, "it was copied for nothing"
 
 
 def test_a_part_that_was_given_and_not_built_is_not_taken_for_the_one_that_is_held() -> None:

@@ -63,6 +63,19 @@ class HostState:
             own |= {(name, *_LOCAL): value for name, value in self.local.tensors.items()}
         return own | {(name, key): value for name, key, value in slots if isinstance(value, Tensor)}
 
+    def mapped(self, change: Callable[[tuple[str, ...], Tensor], Tensor]) -> HostState:
+        """Return the state with other tensors in place of its own; they are named as in `memory`."""
+        local = self.local
+        if local is not None:
+            own = {name: change((name, *_LOCAL), value) for name, value in local.tensors.items()}
+            local = replace(local, tensors=own)
+        return replace(
+            self,
+            model={name: change((name,), value) for name, value in self.model.items()},
+            slots=_map_tensors(self.slots, lambda name, key, value: change((name, key), value)),
+            local=local,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorForm:
@@ -90,13 +103,7 @@ class HostStateCopier:
     def of(self, state: HostState) -> HostState:
         """Copy a state to host memory; the memory belongs to the copy as long as it lives."""
         spare, self._spare = self._spare, {}
-        slots = _map_tensors(state.slots, lambda name, key, value: _host(value, spare.get((name, key))))
-        model = {name: _host(value, spare.get((name,))) for name, value in state.model.items()}
-        own = state.local
-        if own is not None:
-            tensors = {name: _host(value, spare.get((name, *_LOCAL))) for name, value in own.tensors.items()}
-            own = replace(own, tensors=tensors)
-        copy = replace(state, model=model, slots=slots, local=own)
+        copy = state.mapped(lambda name, value: _host(value, spare.get(name)))
         weakref.finalize(copy, self._take_back, copy.memory).atexit = False
         return copy
 

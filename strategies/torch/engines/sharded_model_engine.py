@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ class _KeptState:
         except CheckpointError:
             return None
         return cls(state=state, buffers=dict(replica.named_buffers()), sound=replica.sound)
+
+    def on_host(self) -> _KeptState:
+        """Return it with all tensors in host memory; those that are there already are not copied."""
+        buffers = {name: buffer.cpu() for name, buffer in self.buffers.items()}
+        return replace(self, state=self.state.mapped(lambda _, tensor: tensor.cpu()), buffers=buffers)
 
     def restore_into(self, replica: TorchReplica) -> None:
         """Give a fresh replica of the same part this state."""
@@ -204,6 +209,8 @@ class ShardedModelEngine(ProcessGroupEngine):
         held, self._kept_state = self._kept_state, None
         if held is not None and (held.state.step is None or held.state.part != self._part):
             held = None
+        if held is not None:
+            held = held.on_host()  # a GPU may have no room for the state beside the next model and its optimizer
         self._drop_model()
         gc.collect()  # there may be no room for the model of another part beside the next one
         self._replica = self._build_replica(spec, plan)
