@@ -6,6 +6,7 @@ bounded number of rows: the newest steps one by one, older ones merged.
 
 from __future__ import annotations
 
+import base64
 import math
 from array import array
 from bisect import bisect_right
@@ -13,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from trainwright.core import formatting
 from trainwright.core.data import NoiseScale
@@ -54,6 +58,7 @@ _TYPES = {
     "first": "q", "step": "q", "count": "q", "epoch": "q", "loss": "d", "learning_rate": "d", "gradient_norm": "d",
     "samples": "q", "step_s": "d", "wait_s": "d", "generation": "q", "typical_s": "d",
 }  # fmt: skip
+_SUMS = ("count", "samples", "step_s", "wait_s")  # added up where rows are merged
 
 
 _LOGGED = "logged/"  # begins the names of the columns of logged values, which are of type "d"
@@ -132,8 +137,9 @@ class StepTable:
         if any(len(values) != len(event.step) for values in found.values()):
             raise ValueError(f"an event of steps {event.step[0]} to {event.step[-1]} has columns of unequal lengths")
         added, before = len(event.step), len(self)
-        for name in found.keys() - self._columns.keys():
-            self._columns[name] = array("d", [math.nan]) * before
+        for name in found:
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * before
         for name, column in self._columns.items():
             column.extend(found.get(name) or [math.nan] * added)
         if any(one >= other for one, other in pairwise(self._columns["step"][-added - 1 :])):
@@ -183,8 +189,8 @@ class StepTable:
             self._width *= 2
             groups = self._groups(old)
         alone = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
-        for name, values in self._merged(groups[alone:]).items():
-            self._columns[name][alone:old] = array(_TYPES.get(name, "d"), values)
+        for name, merged in self._merged(groups[alone:]).items():
+            self._columns[name][alone:old] = merged
 
     def _groups(self, old: int) -> list[slice]:
         """Return the rows to merge: neighbours of `width` steps together, all with or all without waiting times."""
@@ -198,23 +204,25 @@ class StepTable:
             held += counts[row]
         return [*groups, slice(start, old)]
 
-    def _merged(self, groups: Iterable[slice]) -> Mapping[str, list[Any]]:
-        columns, found = self._columns, {name: list[Any]() for name in self._columns}
-        means = ("loss", "learning_rate", "gradient_norm", *(found.keys() - _TYPES.keys()))
-        for group in groups:
-            part = {name: column[group] for name, column in columns.items()}
-            counts = part["count"]
-            found["first"].append(part["first"][0])
-            for name in ("step", "epoch", "generation"):
-                found[name].append(part[name][-1])
-            for name in ("count", "samples"):
-                found[name].append(sum(part[name]))
-            for name in ("step_s", "wait_s"):
-                found[name].append(part[name][0] if len(counts) == 1 else math.fsum(part[name]))
-            for name in means:
-                found[name].append(part[name][0] if len(counts) == 1 else _mean(part[name], counts))
-            # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
-            found["typical_s"].append(part["typical_s"][part["step"][-1] * 40_503 % 65_537 % len(counts)])
+    def _merged(self, groups: Sequence[slice]) -> dict[str, array[Any]]:
+        """Return the columns of the merged rows. With numpy: a run may log hundreds of values."""
+        start, stop = groups[0].start, groups[-1].stop
+        first = np.array([group.start - start for group in groups])
+        size = np.array([group.stop - group.start for group in groups])
+        last = first + size - 1
+        columns = {name: np.array(column[start:stop]) for name, column in self._columns.items()}
+        # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
+        typical = first + columns["step"][last] * 40_503 % 65_537 % size
+        places = {"first": first, "step": last, "epoch": last, "generation": last, "typical_s": typical}
+        found = {}
+        for name, values in columns.items():
+            if name in places:
+                merged = values[places[name]]
+            elif name in _SUMS:
+                merged = np.add.reduceat(values, first)
+            else:
+                merged = np.where(size == 1, values[first], _means(values, columns["count"], first))
+            found[name] = array(_TYPES.get(name, "d"), merged.tobytes())
         return found
 
     # --- storage ------------------------------------------------------------------------------------------
@@ -222,7 +230,7 @@ class StepTable:
     def facts(self, newest: int | None = None) -> dict[str, Any]:
         """Return the table, or its newest rows, as JSON values."""
         start = 0 if newest is None else max(0, len(self) - newest)
-        return {"width": self._width, **{name: column[start:].tolist() for name, column in self._columns.items()}}
+        return {"width": self._width, **{name: _encoded(column[start:]) for name, column in self._columns.items()}}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
@@ -230,17 +238,30 @@ class StepTable:
         found = cls()
         found._width = int(facts["width"])
         kinds = {**_TYPES, **{name: "d" for name in facts if name.startswith(_LOGGED)}}
-        found._columns = {name: array(kind, facts[name]) for name, kind in kinds.items()}
+        found._columns = {name: _decoded(facts[name], kind) for name, kind in kinds.items()}
         if len({len(column) for column in found._columns.values()}) > 1:
             raise ValueError("columns of unequal lengths")
         return found
 
 
-def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the weighted mean of the finite values; NaN where there is none."""
-    finite = [(value, count) for value, count in zip(values, counts, strict=True) if math.isfinite(value)]
-    whole = sum(count for _, count in finite)
-    return math.fsum(value * count for value, count in finite) / whole if whole else math.nan
+def _encoded(column: array[Any]) -> str:
+    """Return a column as base64 of little-endian numbers. As JSON, millions of numbers stop all threads for seconds."""
+    return base64.b64encode(np.array(column, f"<{column.typecode}").tobytes()).decode()
+
+
+def _decoded(text: str, kind: str) -> array[Any]:
+    """Return the column that `_encoded` made a text of. Raises TypeError or ValueError for anything else."""
+    return array(kind, np.frombuffer(base64.b64decode(text, validate=True), f"<{kind}").astype(kind).tobytes())
+
+
+def _means(
+    values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Return the weighted means of the finite values of groups that begin at `first`; NaN where there is none."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", over="ignore"):  # 0 / 0 is NaN
+        sums = np.add.reduceat(np.where(finite, values, 0.0) * counts, first)
+        return sums / np.add.reduceat(np.where(finite, counts, 0), first)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -398,7 +419,7 @@ RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _MOST_LINES, _MOST_ARRIVALS = 200, 32
-_FORMAT = 5  # of stored facts; increased where the same events give another summary
+_FORMAT = 6  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause", "memory")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale", "newest", "arrivals")
 _NUMBERS = ("step", "told", "steps_lost", "last_s", "formed", "workers", "last_step_s")

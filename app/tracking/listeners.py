@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +140,8 @@ class MetricCollector:
         summary = self._summary
         lost, recovered = summary.steps_lost, len(summary.recoveries)
         self._formatter.tell(event)
-        summary.add(event)
+        # No metric needs the logged values, of which there may be hundreds.
+        summary.add(replace(event, logged={}) if isinstance(event, Steps) else event)
         self._workers.take(event)
         match event:
             case RunStarted():

@@ -92,6 +92,16 @@ def test_logged_values_have_a_chart_each() -> None:
     assert chart["tables"] == [["steps", [*[None] * 20, -0.5, None]]]
 
 
+def test_the_first_logged_values_are_drawn_and_the_page_says_how_many_are_not() -> None:
+    names = [f"value {number}" for number in range(20, 0, -1)]
+    logging = replace(stepped([21], time_s=140), logged={name: [0.5] for name in names})
+    judged = events.Evaluated(time_s=141, step=21, metrics=dict.fromkeys("abcde", 1.0))
+    html = render_report(RunHistory.fold([*whole_run(), logging, judged]), **FACTS)
+    assert [chart["title"] for chart in data_of(html)["charts"] if "value" in chart["title"]] == names[:12]
+    assert "Not drawn: 2 more metrics in run.evaluations, 8 more logged values in run.history." in html
+    assert "Not drawn" not in render_report(RunHistory.fold(whole_run()), **FACTS)
+
+
 def test_what_comes_from_the_job_is_escaped() -> None:
     html = render_report(RunHistory.fold([*whole_run()[:9], FAILED]), **FACTS)
     assert "&lt;script&gt;" in html and "<script>alert" not in html

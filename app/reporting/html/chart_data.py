@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from trainwright.core import formatting
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.run_summary import StepRecord, staleness_of
 
@@ -53,8 +54,20 @@ def _loss(history: RunHistory) -> dict[str, Any]:
 
 def metric_names(history: RunHistory) -> list[str]:
     """Return the metrics to draw: all but the loss, at most four."""
-    names = sorted({name for evaluation in history.evaluated for name in evaluation.metrics})
-    return [name for name in names if name != "loss"][:_MOST_METRICS]
+    return _all_metric_names(history)[:_MOST_METRICS]
+
+
+def undrawn_text(history: RunHistory) -> str:
+    """Return how many metrics and logged values have no curve, and where they are; empty where all have one."""
+    metrics = len(_all_metric_names(history)) - _MOST_METRICS
+    logged = len(history.summary.steps.logged) - _MOST_LOGGED
+    parts = [f"{formatting.count(metrics, 'more metric')} in run.evaluations"] * (metrics > 0)
+    parts += [f"{formatting.count(logged, 'more logged value')} in run.history"] * (logged > 0)
+    return f"Not drawn: {', '.join(parts)}." if parts else ""
+
+
+def _all_metric_names(history: RunHistory) -> list[str]:
+    return sorted({name for evaluation in history.evaluated for name in evaluation.metrics} - {"loss"})
 
 
 def _metrics(history: RunHistory) -> list[dict[str, Any]]:

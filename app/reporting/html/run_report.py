@@ -13,7 +13,7 @@ from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import RankMemory, rank_memory
 from trainwright.reporting.event_messages import event_line, prefetch_text, recovery_text, source_text, waiting_text
 from trainwright.reporting.html import run_charts
-from trainwright.reporting.html.chart_data import chart_data
+from trainwright.reporting.html.chart_data import chart_data, undrawn_text
 from trainwright.reporting.html.recovery_timeline import recoveries, run_segments, wall_s
 from trainwright.reporting.html.templates import render_report_page, render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
@@ -83,6 +83,7 @@ def render_report_body(history: RunHistory, *, uri: str = "", now_s: float = 0.0
         error=history.error if history.state == "failed" else "",
         key_figures=_key_figures(history),
         data={"title": f"{title}: {history.state}", **chart_data(history)},
+        undrawn=undrawn_text(history),
         run_segments=strip,
         recoveries=recoveries(history, now_s),
         began=_utc(summary.time.sessions[0].started_s) if strip else "",
