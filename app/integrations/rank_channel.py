@@ -10,7 +10,6 @@ import asyncio
 import gc
 import importlib
 import itertools
-import os
 import sys
 import threading
 import traceback
@@ -33,6 +32,7 @@ from trainwright.core.errors import ResourceError, TrainwrightError, WorkerLost
 from trainwright.driver.messages import FinishRun
 from trainwright.runtime.takeover import NAMESPACE
 from trainwright.runtime.worker_actor import PrintCapture, WorkerCalls, WorkerSlot
+from trainwright.worker.worker import visible_devices
 from trainwright.worker.worker_config import WorkerConfig
 
 _LAST_MESSAGE_S = 10.0  # for the other ranks to receive the last message
@@ -304,7 +304,8 @@ class TrainWorkerCalls(WorkerCalls):
     def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """Run a verb on the thread of steps. Of the accelerators that Ray Train shows, the worker uses its own."""
         if verb == "form" and own.devices[0].startswith("cuda"):
-            own = replace(own, devices=_own_devices())
+            ids = map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])
+            own = replace(own, devices=visible_devices(ids))
         return super().call(verb, own, token, common)
 
     def close(self) -> None:
@@ -315,10 +316,3 @@ class TrainWorkerCalls(WorkerCalls):
         gc.enable()
         gc.unfreeze()
         gc.collect()
-
-
-def _own_devices() -> tuple[str, ...]:
-    """Return torch's names of this worker's GPUs: a TorchTrainer shows each worker those of all workers on its node."""
-    ids = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return tuple(f"cuda:{visible.index(each) if each in visible else each}" for each in ids)

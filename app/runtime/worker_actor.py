@@ -108,7 +108,7 @@ class WorkerCalls:
         """
         keep_freed_memory()
         gc.disable()  # until the engine is built: imports make no garbage; collections add an eighth to their time
-        if self._place.lent is not None:
+        if self._place.lent is not None and not spare:  # a standby may take those of another slot
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._place.lent)
         try:
             set_own_host(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
@@ -132,7 +132,8 @@ class WorkerCalls:
         """Run a verb on the thread of steps. Its argument comes in two parts (see `ArgumentPickler`)."""
         argument = join_argument(own, common)
         if verb == "form":
-            self._rank, self._place = argument.rank, replace(self._place, slot=argument.slot)
+            lent = argument.accelerators or self._place.lent  # a standby has none of its own
+            self._rank, self._place = argument.rank, replace(self._place, slot=argument.slot, lent=lent)
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")

@@ -81,6 +81,7 @@ from trainwright.worker.step_profiler import StepProfiler
 from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable
 _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
@@ -114,7 +115,7 @@ class Worker:
         self._built = False
         self._tried = False  # steps were taken of which nothing may be left
         self._seat = (-1, 0)  # rank and world size that the streams are for
-        self._spare = False
+        self._spare = self._rehearsed = False
         self._stepping: int | None = None  # the thread of steps
         self._interruption = Interruption()
         self._step = 0
@@ -137,6 +138,9 @@ class Worker:
         capabilities = self._engine.capabilities
         if capabilities.reform == "new_process" or capabilities.topology != "collective":
             return
+        self._rehearsed = True
+        if self._plan.placement.accelerator and not os.environ.get(_VISIBLE):  # older Rays hide all GPUs
+            os.environ.pop(_VISIBLE, None)
         peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
@@ -170,8 +174,11 @@ class Worker:
         """Join the group; build model, optimizer and streams the first time."""
         self._stepping = threading.get_ident()
         self._interruption.enter(group.generation)
-        if self._spare and group.accelerators:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
+        if self._rehearsed and group.accelerators and group.devices[0].startswith("cuda"):
+            # CUDA reads the variable once, which the job may have made it do in the rehearsal.
+            group = replace(group, devices=visible_devices(group.accelerators))
+        elif self._spare and group.accelerators:
+            os.environ[_VISIBLE] = ",".join(group.accelerators)
         tag = self._engine.form(group)
         if self._seat != (group.rank, group.size):
             rehearsal = group.generation == _REHEARSAL
@@ -493,6 +500,12 @@ def predicted(engine: Engine, wanted: PredictRequest, cache: dict[int, Any]) -> 
         return ()
     found = [cast(DecodingEngine, engine).decode_step(feed, cache) for feed in wanted.feeds]
     return tuple(wanted.chosen(each) for each in found if each is not None)
+
+
+def visible_devices(accelerators: Iterable[str]) -> tuple[str, ...]:
+    """Return torch's names of GPUs, given Ray's ids of them, in a process that sees others too."""
+    visible = os.environ.get(_VISIBLE, "").split(",")
+    return tuple(f"cuda:{visible.index(each) if each in visible else each}" for each in accelerators)
 
 
 # --- Interrupts -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 import trainwright as tw
 from tests.support import fake_ray
-from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
+from tests.support.scripted_engine import FIRST, PEER, ScriptedEngine, heal, join, scripted_worker
 from tests.support.work_orders import order_of, table_job
 from trainwright.core.data import Batch, Feed, FeedAssignment, MetricSums, StepReport
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh, WorkerResources
-from trainwright.core.topology import WorkUnit
+from trainwright.core.topology import Capabilities, Group, StateTag, WorkUnit
 from trainwright.driver.messages import (
     EvaluateRequest,
     KillWorker,
@@ -35,10 +36,10 @@ from trainwright.driver.messages import (
     SurvivingWorker,
     WorkerDied,
 )
-from trainwright.runtime import takeover, worker_registry
+from trainwright.runtime import takeover, worker_actor, worker_registry
 from trainwright.runtime.run_handle import stop_on_signals
 from trainwright.runtime.takeover import TakenOverActors
-from trainwright.runtime.worker_actor import WorkerSlot
+from trainwright.runtime.worker_actor import WorkerCalls, WorkerSlot
 from trainwright.runtime.worker_registry import exit_reason
 from trainwright.storage.object_store import Store
 from trainwright.worker import loaders
@@ -338,6 +339,46 @@ def test_a_standby_for_an_accelerator_runs_no_batch_on_its_cpu(
     worker = scripted_worker(monkeypatch, table_job(batch_size=4), placement=placement)
     worker.rehearse()
     assert [batch.rows for feed in feeds for part in feed.parts for batch in part] == rows
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "device"),
+    [(None, "3", "cuda:3"), ("", "3", "cuda:3"), ("2,3", "3", "cuda:1"), ("GPU-a,GPU-b", "GPU-b", "cuda:1")],
+)
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_a_standby_takes_the_gpu_of_its_rank_whatever_the_job_asked_cuda_before(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, given: str, device: str, rehearsed: bool
+) -> None:
+    """CUDA looks at the variable once: in the rehearsal, or not before the rank is known where there was none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    seen: list[str | None] = []
+    used: list[tuple[str, ...]] = []
+
+    def form(engine: ScriptedEngine, group: Group) -> StateTag:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        used.append(group.devices)
+        return StateTag(step=None)
+
+    monkeypatch.setattr(ScriptedEngine, "form", form)
+    if not rehearsed:
+        monkeypatch.setattr(ScriptedEngine, "capabilities", Capabilities(reform="new_process"))
+    worker = scripted_worker(monkeypatch, table_job(), placement=WorkerResources(cpus=1, accelerator="GPU"))
+    worker.rehearse()
+    worker.form(Group(generation=FIRST, rank=0, peers=(PEER,), devices=("cuda:0",), accelerators=(given,)))
+    if rehearsed:
+        assert seen == [visible or None] * 2 and used == [("cpu",), (device,)]
+    else:
+        assert seen == [given] and used == [("cuda:0",)]
+
+
+def test_a_standby_tells_the_next_driver_the_gpus_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerCalls, "_answer", lambda *_: None)
+    standby: Any = SimpleNamespace(take=list)
+    calls = WorkerCalls(order_of(table_job()), WorkerSlot(worker=2, slot=None, run="r"), 0, standby)
+    calls.call("form", Group(generation=FIRST, rank=0, peers=(), accelerators=("3",)), 0, pickle.dumps((PEER,)))
+    assert worker_actor._accelerators(calls._place) == ("3",)
 
 
 def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
