@@ -187,17 +187,21 @@ class StepTable:
         groups = self._groups(old)
         while len(groups) > _OLD:
             self._width *= 2
-            groups = self._groups(old)
+            fewer = self._groups(old)
+            groups = fewer if len(fewer) < len(groups) else self._groups(old, apart=False)
         alone = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
         for name, merged in self._merged(groups[alone:]).items():
             self._columns[name][alone:old] = merged
 
-    def _groups(self, old: int) -> list[slice]:
-        """Return the rows to merge: neighbours of `width` steps together, all with or all without waiting times."""
+    def _groups(self, old: int, *, apart: bool = True) -> list[slice]:
+        """Return the rows to merge: neighbours of `width` steps together.
+
+        With `apart`, all in a group have waiting times, or none: the mean of mixed ones is not known.
+        """
         counts, told = self._columns["count"], self._columns["wait_s"]
         groups, start, held = list[slice](), 0, 0
         for row in range(old):
-            mixed = row > start and math.isfinite(told[row]) != math.isfinite(told[start])
+            mixed = apart and row > start and math.isfinite(told[row]) != math.isfinite(told[start])
             if mixed or held >= self._width:
                 groups.append(slice(start, row))
                 start, held = row, 0

@@ -205,6 +205,13 @@ def test_logged_values_are_columns_though_some_steps_have_none() -> None:
     assert len(merged.steps) < 8192 and merged.steps.logged["kl"][100] == 0.5
 
 
+def test_steps_that_report_waiting_now_and_then_are_merged_too() -> None:
+    steps = range(1, 20_001)
+    summary = RunSummary()
+    summary.add(replace(stepped(steps, time_s=1.0), wait_s=[math.nan if step % 2 else 0.01 for step in steps]))
+    assert len(summary.steps) < 8192 and sum(summary.steps.column("count")) == 20_000
+
+
 def test_hundreds_of_logged_values_are_merged_quickly_and_stay_in_their_order() -> None:
     nan, steps = math.nan, range(1, 9001)
     values = [[1.0, nan, 3.0, 1e308, nan, nan, math.inf, 4.0][step % 8] for step in steps]
