@@ -376,7 +376,7 @@ def test_a_standby_takes_the_gpu_of_its_rank_whatever_the_job_asked_cuda_before(
 def test_a_standby_tells_the_next_driver_the_gpus_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerCalls, "_answer", lambda *_: None)
     standby: Any = SimpleNamespace(take=list)
-    calls = WorkerCalls(order_of(table_job()), WorkerSlot(worker=2, slot=None, run="r"), 0, standby)
+    calls = WorkerCalls(order_of(table_job()), WorkerSlot(worker=2, slot=None, bundle=0, run="r"), 0, standby)
     calls.call("form", Group(generation=FIRST, rank=0, peers=(), accelerators=("3",)), 0, pickle.dumps((PEER,)))
     assert worker_actor._accelerators(calls._place) == ("3",)
 
