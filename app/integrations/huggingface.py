@@ -183,7 +183,7 @@ def _optimization(trainer: Any, total: int, given: Mapping[str, Any]) -> dict[st
     if kind in ("ReduceLROnPlateau", "GreedyLR"):
         remedy = 'set another lr_scheduler_type, or give schedule= and schedule_metric="loss"'
         raise JobError([f"{kind} follows a metric: {remedy}"], where=_WHERE)
-    return {**optimizer, "schedule": SchedulerTemplate.of(scheduler)}
+    return {**optimizer, "schedule": SchedulerTemplate.of(scheduler, total)}
 
 
 def _length(args: Any, rows: int, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _optimization(module: Any, steps: int, datamodule: Any, given: Mapping[str, 
     for entry in schedulers:
         if entry.get("frequency", 1) != 1:
             problems.append(f"the scheduler has frequency={entry['frequency']}: let its own function count so")
-        found["schedule"] = SchedulerTemplate.of(entry["scheduler"])
+        found["schedule"] = SchedulerTemplate.of(entry["scheduler"], steps * given["epochs"])
         if type(entry["scheduler"]).__name__ == "ReduceLROnPlateau":
             monitor = str(entry.get("monitor"))
             if monitor.startswith("train") or not monitor.endswith("loss"):

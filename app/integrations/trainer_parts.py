@@ -145,12 +145,14 @@ class SchedulerTemplate:
     scheduler: Any  # whose optimizer is `slot`, also inside schedulers that it holds
     slot: _OptimizerSlot
     settings: tuple[Mapping[str, Any], ...]  # of each parameter group, as the scheduler set them for the first step
+    total_steps: int = field(compare=False)  # of the run that it was made for
 
     @classmethod
-    def of(cls, scheduler: Any) -> SchedulerTemplate:
-        """Copy a scheduler of torch that has not counted yet."""
+    def of(cls, scheduler: Any, total_steps: int) -> SchedulerTemplate:
+        """Copy a scheduler of torch that has not counted yet, and was made for a run of so many steps."""
         slot, settings = _OptimizerSlot(), tuple(map(_settings, scheduler.optimizer.param_groups))
-        return cls(scheduler=copy.deepcopy(scheduler, {id(scheduler.optimizer): slot}), slot=slot, settings=settings)
+        copied = copy.deepcopy(scheduler, {id(scheduler.optimizer): slot})
+        return cls(scheduler=copied, slot=slot, settings=settings, total_steps=total_steps)
 
     def __call__(self, optimizer: Any) -> Any:
         """Make the scheduler of an optimizer that `OptimizerTemplate` made."""

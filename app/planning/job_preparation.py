@@ -189,6 +189,12 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
         raise JobError([f"{problem}; the plan is {decision.chosen.name}: leave it out"])
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
     notes += goal_notes(prepared.job.checkpointing.goals)
+    made_for = getattr(prepared.job.training.schedule, "total_steps", prepared.total_steps)  # of an adapter's schedule
+    if made_for != prepared.total_steps:
+        notes.append(
+            f"the schedule was made for {made_for:,} steps, and the run has {prepared.total_steps:,}: give epochs= and "
+            "batch_size= to from_lightning or from_hf_trainer, unless the rates do not depend on them"
+        )
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if note := job.train.source.plan_note:

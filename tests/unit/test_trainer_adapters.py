@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import trainwright as tw
+from tests.support.run_views import storage
 from tests.support.torch_engines import feed, one_device
 from tests.support.trainer_stand_ins import (
     BATCH,
@@ -27,9 +28,11 @@ from tests.support.trainer_stand_ins import (
     plain_losses,
     plain_text_losses,
 )
+from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError
 from trainwright.planning.job_description import describe
+from trainwright.planning.job_preparation import plan_for, prepare
 
 schedulers = torch.optim.lr_scheduler
 
@@ -228,6 +231,14 @@ class Sized(Classifier):
 def test_a_lightning_module_is_told_the_steps_that_the_options_give(options: Any, steps: tuple[int, int]) -> None:
     tw.from_lightning(Sized(), **options)
     assert Sized.told.pop() == steps
+
+
+def test_the_plan_notes_a_schedule_that_was_made_for_a_run_of_another_length() -> None:
+    job = tw.from_lightning(ByStepLR(), epochs=2, workers=1, storage=storage())
+    for epochs, told in ((2, False), (3, True)):
+        notes = plan_for(prepare(job.replace(epochs=epochs)), Cluster.parse("1x2xCPU")).chosen.notes
+        assert any("the schedule was made for" in note for note in notes) == told, notes
+    assert describe(job)["schedule"] == describe(tw.from_lightning(ByStepLR(), epochs=3))["schedule"]
 
 
 def test_a_schedule_given_alone_counts_as_it_does_in_any_job() -> None:
