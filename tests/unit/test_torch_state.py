@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,27 @@ def test_a_models_weights_are_taken_or_refused() -> None:
     assert all(torch.equal(model.state_dict()[name], value) for name, value in load_weights(files).items())
     with pytest.raises(CheckpointError, match=r"does not fit the model"):
         take_weights(Wide(), files)
+
+
+def test_a_state_is_sent_in_blocks_that_follow_from_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have no room for all of a state that is kept on the host."""
+    told: list[int | str] = []
+
+    def broadcast(bits: torch.Tensor, **_: Any) -> Any:
+        told.append(bits.nbytes)
+        bits.fill_(1)
+        return SimpleNamespace(wait=lambda: told.append("waited for"))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    monkeypatch.setattr(host_state, "_BLOCK_BYTES", 64)
+    sizes = [(2, 4), (0, 3), (2, 4), (8, 4), (1, 4), (3, 4)]
+    contiguous = [torch.zeros(size, dtype=torch.int32) for size in sizes]
+    permuted = [torch.zeros(size[::-1], dtype=torch.int32).t() for size in sizes]  # these go through copies
+    for tensors in (contiguous, permuted):
+        told.clear()
+        host_state._broadcast_tensors(tensors, 0, torch.device("cpu"), None)
+        assert told == [32, 32, *["waited for"] * 2, 128, "waited for", 16, 48, *["waited for"] * 2]
+        assert all((tensor == 0x01010101).all() for tensor in tensors)
 
 
 def test_what_another_rank_says_of_its_state_is_not_executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

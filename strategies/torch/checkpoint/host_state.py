@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what s
 _Memory = dict[tuple[str, ...], Tensor]
 _PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _STRIDES = "tensor", "strides"  # in place of a tensor within a list or dict: the key of its own entry
+_BLOCK_BYTES = 256 << 20  # that are sent at a time: a GPU may have no room for all of a state that is kept on the host
 _LOCAL = ("local", "state")  # after a buffer's name in a state's memory
 
 
@@ -448,20 +449,34 @@ def _broadcast_description(
 def _broadcast_tensors(
     tensors: list[Tensor], source: int, device: torch.device, group: distributed.ProcessGroup | None
 ) -> None:
-    """Broadcast tensors in place; those elsewhere or not contiguous go through a copy."""
-    staged = [tensor.to(device).contiguous() for tensor in tensors]
-    handles = []
-    for tensor in staged:
-        if tensor.numel():
+    """Broadcast tensors in place; those elsewhere or not contiguous go through copies, of one block at a time."""
+    for block in _blocks(tensors):
+        staged = [tensor.to(device).contiguous() for tensor in block]
+        handles = []
+        for tensor in staged:
             bits = tensor.reshape(-1).view(torch.uint8)  # every type can be sent as bytes
             handles.append(distributed.broadcast(bits, src=source, group=group, async_op=True))
-    for handle in handles:
-        assert handle is not None, "an asynchronous collective has a handle"
-        handle.wait()
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, staged, strict=True):
-            if tensor is not copy:
-                tensor.copy_(copy)
+        for handle in handles:
+            assert handle is not None, "an asynchronous collective has a handle"
+            handle.wait()
+        with torch.no_grad():
+            for tensor, copy in zip(block, staged, strict=True):
+                if tensor is not copy:
+                    tensor.copy_(copy)
+
+
+def _blocks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Return the tensors that are not empty in blocks of limited size, or of one tensor; the same on all ranks."""
+    block, size_bytes = list[Tensor](), 0
+    for tensor in tensors:
+        if block and size_bytes + tensor.nbytes > _BLOCK_BYTES:
+            yield block
+            block, size_bytes = [], 0
+        if tensor.numel():
+            block.append(tensor)
+            size_bytes += tensor.nbytes
+    if block:
+        yield block
 
 
 def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
