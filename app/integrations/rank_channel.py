@@ -10,6 +10,7 @@ import asyncio
 import gc
 import importlib
 import itertools
+import os
 import sys
 import threading
 import traceback
@@ -36,6 +37,7 @@ from trainwright.worker.worker import visible_devices
 from trainwright.worker.worker_config import WorkerConfig
 
 _LAST_MESSAGE_S = 10.0  # for the other ranks to receive the last message
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # environment variable
 _PING_S = 0.5  # between two looks at whether a process lives
 
 
@@ -306,6 +308,8 @@ class TrainWorkerCalls(WorkerCalls):
         if verb == "form" and own.devices[0].startswith("cuda"):
             ids = map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])
             own = replace(own, devices=visible_devices(ids))
+            if os.environ.get(_ERROR_HANDLING) == "1":  # a TorchTrainer's, under which torch ends the survivors
+                del os.environ[_ERROR_HANDLING]
         return super().call(verb, own, token, common)
 
     def close(self) -> None:

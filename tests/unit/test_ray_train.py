@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -23,12 +24,13 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError, ResourceError, TrainwrightError
 from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.core.topology import Capabilities
+from trainwright.core.topology import Capabilities, Generation, Group
 from trainwright.driver.messages import FinishRun
 from trainwright.integrations import rank_channel, ray_train
-from trainwright.integrations.rank_channel import RankCalls
+from trainwright.integrations.rank_channel import RankCalls, TrainWorkerCalls
 from trainwright.integrations.ray_train import ReportQueue, TrainWorker, TrainWorkers, inside_ray_train
 from trainwright.planning.decision import Decision
+from trainwright.runtime.worker_actor import WorkerCalls, WorkerSlot
 from trainwright.storage.object_store import open_store
 
 NODES = {
@@ -435,6 +437,26 @@ def test_a_step_can_be_interrupted_and_the_last_message_frees_the_worker(inbox: 
         inbox.calls.put((number, "told", (cloudpickle.dumps(message),)))
     assert [inbox.answers.get(timeout=20)[0] for _ in range(3)] == [4, 5, 6]
     assert heard == ["one", "two", done] and Rank.last.closed.is_set()
+
+
+@pytest.mark.parametrize(("found", "kept"), [("1", None), ("2", "2"), (None, None)])
+def test_a_worker_in_a_torch_trainer_uses_its_own_gpu_and_outlives_an_error_of_nccl(
+    found: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TorchTrainer shows the GPUs of all its workers, and has torch's watchdog end a process; the user may not."""
+    formed: list[Group] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", found or "")
+    if found is None:
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [5]})
+    monkeypatch.setattr(rank_channel.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(WorkerCalls, "_answer", lambda calls, verb, group, token: formed.append(group))
+    place, told = WorkerSlot(worker=0, slot=0, run="run"), SimpleNamespace(take=list)
+    calls = TrainWorkerCalls(None, place, 0, told)  # type: ignore[arg-type]
+    calls.call("form", Group(generation=Generation(token=1, number=1), rank=0, peers=(), devices=("cuda:0",)), 0)
+    assert [group.devices for group in formed] == [("cuda:1",)]
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == kept
 
 
 def test_a_rank_gets_its_calls_in_the_order_in_which_they_were_made() -> None:
