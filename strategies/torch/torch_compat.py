@@ -39,6 +39,7 @@ __all__ = ["BatchNorm", "Dropout", "pop_mode_temporarily", "preserve_version_cou
 
 assert_on_device = torch._assert_async
 reduce_scatter_single = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # torch < 2.13
+nonblocking_nccl = torch.__version__ >= "2.10"  # a TorchVersion; before, without a lock (pytorch#170424)
 foreach_copy, foreach_multiply = torch._foreach_copy_, torch._foreach_mul_
 COMPILER_PACKAGES = ("torch._dynamo.", "torch._inductor.")
 

@@ -80,6 +80,25 @@ def test_a_group_that_broke_by_itself_is_aborted_before_it_is_destroyed(
     assert not distributed.is_initialized()
 
 
+@pytest.mark.parametrize("nonblocking", [True, False])
+def test_a_rank_that_connects_over_nccl_waits_for_its_peers_no_longer_than_the_deadline(
+    nonblocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort does not reach it. Communicators of torch 2.9 that do not block hang at random."""
+    environment = {"TORCH_NCCL_ENABLE_MONITORING": "1"}  # the user's
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(process_group, "nonblocking_nccl", nonblocking)
+    process_group._set_nccl_defaults(59.5)
+    process_group._set_nccl_defaults(20.0)
+    assert environment == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
+        **({"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"} if nonblocking else {}),
+    }
+
+
 def steps(engine: Any, rank: int, world: int, numbers: range) -> list[float]:
     return [engine.train_step(share(step, rank, world, np.float64)).loss for step in numbers]
 

@@ -20,6 +20,7 @@ import fcntl
 import gc
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -42,6 +43,7 @@ from trainwright.core.errors import DeviceError, PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import (
+    nonblocking_nccl,
     process_groups,
     reduce_scatter_single,
     reset_group_count,
@@ -51,13 +53,11 @@ from trainwright.strategies.torch.torch_errors import clear_frames, sticky_error
 _BACKENDS = {"cuda": "nccl"}  # by type of device; gloo for all others
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # Torch's watchdog neither ends the process after an error or an abort, nor after an error of the device (which the step
-# raises too, and tells a failed assertion from a failed device), nor where an abort takes long. Communicators are made
-# without blocking, so that an abort reaches one that waits for its peers.
+# raises too, and tells a failed assertion from a failed device), nor where an abort takes long.
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 _log = logging.getLogger(__name__)
@@ -208,8 +208,7 @@ class ProcessGroupHandle:
         # one that had not, this process and a new one would wait for each other under different names.
         reset_group_count()
         if self._backend == "nccl":
-            for name, value in _NCCL_SETTINGS.items():
-                os.environ.setdefault(name, value)
+            _set_nccl_defaults(group.deadline_s)
         with self._connecting():
             distributed.init_process_group(
                 backend=self._backend,
@@ -293,6 +292,20 @@ class ProcessGroupHandle:
         for each in self._sockets:
             each.close()
         self._sockets = ()
+
+
+def _set_nccl_defaults(deadline_s: float) -> None:
+    """Set what torch reads from the environment for groups of NCCL, unless the user chose otherwise.
+
+    An abort does not reach a rank that waits for its peers to connect: in a call of NCCL, or in torch, with the
+    communicator's lock (NCCLUtils.cpp, `getNcclComm`), where communicators are made without blocking. Then torch raises
+    after so many seconds, which it reads once in a process. Up to torch 2.9 such communicators hang at random.
+    """
+    settings = {**_NCCL_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(deadline_s))}
+    if nonblocking_nccl:
+        settings["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def _abort_groups() -> bool:
