@@ -192,7 +192,7 @@ class Labour:
         kind, process.raise_next = process.raise_next, ""
         process.raised |= kind == "internal" or (process.call is not None and process.call.verb == "leave")
         error: Exception = {
-            "user": UserCodeError("the model raised"),
+            "user": UserCodeError(f"the model raised in call {process.ticket} of worker {process.worker}"),
             "data": DataError("a column is missing"),
             "storage": StorageError("the store did not answer"),
             "internal": RuntimeError("a bug"),

@@ -260,10 +260,11 @@ class Facts:
 
     def _judge_failed(self, scenario: Scenario, driver: Driver, finish: m.FinishRun, now_s: float) -> None:
         error: Any = finish.error
-        if self.user and self.lost is None and not self._spent(scenario) and not any(error is e for e in self.user):
+        told = any(_is_told(error, raised, finish.step) for raised in self.user)
+        if self.user and self.lost is None and not self._spent(scenario) and not told:
             raise Violation(f"failed with {error!r} instead of {self.user[0]!r}")
         if isinstance(error, (UserCodeError, NonFiniteLoss, DataError)):
-            right = any(error is e for e in (*self.user, *self.tried[:1]))
+            right = told or any(_is_told(error, raised, finish.step) for raised in self.tried[:1])
         elif isinstance(error, ResourceError):
             waiting = [p for p in driver.processes.values() if p.alive and not p.up]
             right = any(now_s + 1e-6 - p.born_s >= scenario.settings.deadlines.place_deadline_s for p in waiting)
@@ -284,6 +285,14 @@ class Facts:
 
     def _store_is_out(self, scenario: Scenario) -> bool:
         return self.storage_in_a_row >= scenario.settings.saving.storage_attempts
+
+
+def _is_told(error: Any, raised: Exception, committed: int) -> bool:
+    """Whether an error is the one that was raised; one of user code also says where a corrected job continues."""
+    if error is raised:
+        return True
+    remedy = f"correct the job; with resume=True it continues from step {committed:,}"
+    return type(error) is type(raised) is UserCodeError and vars(error) == {**vars(raised), "remedy": remedy}
 
 
 def _whole(metrics: dict[str, float], settings: RunPolicy) -> bool:

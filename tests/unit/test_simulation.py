@@ -201,6 +201,10 @@ def test_those_who_stay_are_seated_for_the_plan_that_goes_on(seed: int, also: tu
     assert simulate(draw(seed, also=also)).outcomes == [ended]
 
 
+def test_what_the_users_code_raises_after_a_checkpoint_ends_the_run_with_how_to_go_on() -> None:
+    assert simulate(draw(628)).outcomes == ["failed"]
+
+
 def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None:
     """After it raised under a plan on trial, which was set aside for that."""
     assert simulate(draw(500674)).outcomes == ["failed"]
