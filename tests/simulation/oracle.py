@@ -110,6 +110,10 @@ class Facts:
         """Whether a spike is in the state."""
         return bool(self.spikes - self.passing)
 
+    def is_cut_short(self, now_s: float) -> bool:
+        """Whether the run ends early because the user wants it or its time is over."""
+        return self.stop_at is not None or now_s >= self.over_s
+
     def _reached(self, step: int) -> None:
         self.line = max(self.line, step)
         if step > self.high:

@@ -205,6 +205,12 @@ def test_what_the_users_code_raises_after_a_checkpoint_ends_the_run_with_how_to_
     assert simulate(draw(628)).outcomes == ["failed"]
 
 
+@pytest.mark.parametrize("seed", [20000202, 20000217])
+def test_callbacks_are_told_of_the_last_checkpoint(seed: int) -> None:
+    """While a worker dies, which costs no step; or where the time of the run is over before an evaluation."""
+    assert simulate(draw(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
+
+
 def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None:
     """After it raised under a plan on trial, which was set aside for that."""
     assert simulate(draw(500674)).outcomes == ["failed"]
