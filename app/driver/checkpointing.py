@@ -163,7 +163,6 @@ def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
         step=step,
         path=checkpoint_path(step, state.epoch.generation.token, again),
         owing=PersistentSet(workers),
-        generation=state.epoch.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
         started_s=turn.now_s,
@@ -237,8 +236,10 @@ def await_upload(turn: Transition) -> None:
 
 
 def abandon_upload(turn: Transition, reason: str) -> None:
-    """Stop waiting for files. A commit under way is always waited for, so that entries of the log stay in order."""
-    turn.change(considered=turn.state.position.step)  # its writers may still be busy: do not try this step again
+    """Stop waiting for files, because the run ends: writers may still be busy, and cannot write another checkpoint.
+
+    A commit under way is always waited for, so that entries of the log stay in order.
+    """
     upload = turn.state.checkpoints.upload
     if upload is not None and not upload.committing:
         turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))

@@ -104,9 +104,7 @@ class CheckpointUpload:
 
     step: int
     path: str
-    # workers whose files are missing; answers of another `generation` belong to an abandoned upload
-    owing: PersistentSet
-    generation: Generation
+    owing: PersistentSet  # workers whose files are missing
     files: tuple[CheckpointFile, ...] = ()
     size_bytes: int = 0
     blocked_s: float = 0.0

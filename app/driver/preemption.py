@@ -17,7 +17,7 @@ from statistics import median_low
 from trainwright.core.events import Leaving, Straggling
 from trainwright.driver import dynamic_members, failure_policy
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import abandon_upload, await_upload, choose_writers, take_snapshot
+from trainwright.driver.checkpointing import await_upload, choose_writers, take_snapshot
 from trainwright.driver.driver_state import DriverState, FailureCause, Phase, Transition
 from trainwright.driver.membership import (
     choose_standby,
@@ -110,9 +110,14 @@ def arm_handover_timer(turn: Transition) -> None:
 
 
 def on_handover_deadline(turn: Transition) -> None:
-    """Wait for an upload no longer. While steps run, the next look at `wants_handover` pauses them."""
-    if turn.state.phase is Phase.WAITING and not turn.state.ending:
-        abandon_upload(turn, "there was no more time for it before a worker had to go")
+    """Wait for an upload no longer; workers that stay go on with it. While steps run, `wants_handover` pauses them.
+
+    The answer to a commit is always waited for.
+    """
+    state, upload = turn.state, turn.state.checkpoints.upload
+    if state.phase is Phase.WAITING and not state.ending and upload is not None and not upload.committing:
+        turn.disarm("upload")
+        turn.enter(Phase.READY)
 
 
 def begin_handover(turn: Transition) -> bool:
@@ -216,7 +221,7 @@ def _handover_deadline_s(state: DriverState) -> float:
 
 
 def _is_overdue(state: DriverState, now_s: float) -> bool:
-    return now_s >= _handover_deadline_s(state)
+    return now_s >= _handover_deadline_s(state) - failure_policy.TIMER_TOLERANCE_S
 
 
 # --- Stragglers -------------------------------------------------------------------------------------------------------

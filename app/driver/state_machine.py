@@ -143,7 +143,7 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
             return True
         case m.CallReturned(verb="upload") | m.CallRaised(verb="upload"):
             upload = state.checkpoints.upload  # an abandoned upload may still be answered
-            return upload is None or event.worker not in upload.owing or event.generation != upload.generation
+            return upload is None or event.worker not in upload.owing
         case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
             keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING

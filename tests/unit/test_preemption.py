@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.simulation.plans import stage_piece
 from tests.support.driver_harness import FILES, HEAD, Story
-from trainwright.core.errors import StorageError
-from trainwright.core.events import Failed, Leaving, Noted, Promoted, Resized
+from trainwright.core.events import CheckpointSkipped, Failed, Leaving, Noted, Promoted, Resized
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
@@ -99,25 +100,35 @@ def half(rank: int, step: int | None) -> StateTag:
     return StateTag(step=step, layout="pp", pieces=frozenset({stage_piece(rank, 2)}), total=2)
 
 
-def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> None:
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "lost"])
+def test_a_writer_that_stays_is_asked_for_no_checkpoint_while_it_still_writes_one(stored: bool) -> None:
+    """The handover waits for it no longer, and its checkpoint counts if the one who went had written its own part."""
     story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
     story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
     story.segment(6).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
-    generation, failure = story.state.epoch.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
-    late = [
-        m.CallReturned(worker=1, generation=generation, verb="upload", value=FILES),
-        m.CallRaised(worker=1, generation=generation, verb="upload", failure=failure),
-    ]
-    story.now_s += 20.0
+    late = m.CallReturned(worker=1, generation=story.state.epoch.generation, verb="upload", value=FILES)
+    if stored:
+        story.returns("upload", FILES, workers=[0])
+    story.now_s = story.state.handover.leaving[0] - 5.0 - 1.0 - 1e-9  # a timer may be early by an error of rounding
     story.expires("notice")
-    assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.checkpoints.upload is None
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
+    assert story.state.checkpoints.upload is not None and story.state.checkpoints.upload.owing == {1}
     story.returns("leave", None, workers=[1]).start().formed(half(0, None), half(1, 6))
     story.returns("heal", half(0, 4), half(1, 4)).segment(8)
-    story.returns("snapshot", m.SnapshotTaken(step=8, size_bytes=8, blocked_s=0.1))
-    upload = story.state.checkpoints.upload
-    assert upload is not None and upload.step == 8 and upload.owing == {1, 2}
-    assert story.tell(*late).state.checkpoints.upload == upload
-    assert story.returns("upload", FILES).all(m.CommitCheckpoint)[0].files == FILES * 2
+    assert "is still being written" in story.emitted(CheckpointSkipped)[0].reason and not story.calls("snapshot")
+    assert [commit.step for commit in story.tell(late).all(m.CommitCheckpoint)] == ([6] if stored else [])
+    if stored:
+        story.committed(6)
+    story.segment(16)
+    assert {call.worker for call in story.calls("snapshot")} == {1, 2}
+
+
+def test_a_commit_under_way_is_waited_for_after_the_deadline_of_a_handover() -> None:
+    story = Story(total_steps=100, steps_per_epoch=100, workers=1).running(HEAD).tell(notice(0))
+    story.segment(6).snapshot(6).returns("upload", FILES)
+    story.now_s += 20.0
+    assert story.expires("notice").state.phase is Phase.WAITING and not story.all(m.KillWorker)
+    assert [kill.worker for kill in story.committed(6).all(m.KillWorker)] == [0]
 
 
 def test_steps_go_on_while_one_who_goes_still_writes_an_older_checkpoint() -> None:

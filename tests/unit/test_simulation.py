@@ -32,6 +32,12 @@ def test_a_writer_that_hangs_before_a_handover_without_an_end_does_not_stop_the_
     assert simulate(draw(20000646, also=("preempt", "upload hangs"))).outcomes == ["done"]
 
 
+@pytest.mark.parametrize("seed", [20000170, 20000350])
+def test_a_writer_that_hangs_until_the_deadline_of_a_handover_is_asked_for_no_second_upload(seed: int) -> None:
+    """Whether it goes or stays."""
+    assert simulate(draw(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
+
+
 @pytest.mark.parametrize(("seed", "workers"), [(1, 100), (2, 200), (3, 300), (4, 500), (5, 1000), (6, 1000), (9, 1000)])
 def test_large_worlds(seed: int, workers: int) -> None:
     outcome = simulate(draw(seed, workers))
