@@ -401,7 +401,7 @@ class Labour:
         """Another driver takes it over: what it does for the one before ends, and nobody hears of it."""
         self.part(process)
         process.ticket += 1
-        process.call, process.upload, process.raise_next = None, None, ""
+        process.call, process.upload, process.raise_next, process.deaf = None, None, "", False
         process.copies.clear()
 
     def die(self, process: Process, delay_s: float = 0.0) -> None:

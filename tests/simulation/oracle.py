@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.processes import Process
 from tests.simulation.scenario import Scenario, best_step, last_step, least_of
 from tests.simulation.step_reports import SPIKE
 from tests.simulation.store import Store, Violation
@@ -48,6 +49,7 @@ class Facts:
         self.aside = False  # the one on trial was set aside
         self.storage_in_a_row = 0
         self.cuts: set[int] = set()  # generations cut without a death, not told of yet
+        self.lost_peer = False  # a worker lost others, and nobody said why yet
         self.most_faults = 0
         self.passing: set[int] = set()
         self.spikes: set[int] = set()  # steps whose loss was told
@@ -123,7 +125,7 @@ class Facts:
     def _fault(self) -> None:
         self.faults += 1
         self.most_faults = max(self.most_faults, self.faults)
-        self.recovering = self.unquiet = True
+        self.recovering, self.unquiet, self.lost_peer = True, True, False
 
     def _raised(self, event: m.CallRaised) -> None:
         kind = event.failure.kind
@@ -142,7 +144,12 @@ class Facts:
             self.cuts.remove(event.generation.number)
             self._fault()
         else:
-            self.recovering = self.unquiet = True
+            self.recovering = self.unquiet = self.lost_peer = True
+
+    def ended(self, process: Process) -> None:
+        """The driver ends a worker; one that had died before is why others lost it, and its death is told no more."""
+        if self.lost_peer and not process.alive and not process.spare:
+            self._fault()
 
     def _passed_by(self, steps: set[int]) -> None:
         """Batches are passed by from now on: of the step that failed again and again alone, and for good."""
@@ -168,7 +175,7 @@ class Facts:
         if call.verb == "probe" and not self.trying:
             raise Violation("plans are tried although the run goes on with one")
         if call.verb == "reserve":
-            self.aside = False
+            self.aside = self.lost_peer = False
             self.trying = self.trying and call.argument.plan in self.plans  # or there are not the workers for those
         if call.verb == "run":
             self.announced = max([self.announced, *(ref.step for ref in call.argument.checkpoints)])
@@ -238,7 +245,7 @@ class Facts:
             raise Violation(f"done at step {finish.step} of {end} with {store.head}")
         if self.user:
             raise Violation(f"done although the user's code raised {self.user[0]!r}")
-        if self.announces and self.announced < finish.step:
+        if self.announces and self.announced < finish.step and not self.stop_now:
             raise Violation(f"done at step {finish.step}, but callbacks were last told of step {self.announced}")
         every = settings.length.evaluate_steps
         if every is None or self.start >= end or self.stop_now:

@@ -215,7 +215,8 @@ class World:
         del driver.timers[timer.name]
         there = [process for process in driver.processes.values() if not process.told]
         stuck = [process for process in there if process.hung or process.deaf or process.upload_hung or process.adrift]
-        if timer.name in ("call", "hang", "leave") and not stuck:
+        fenced = driver.token < self.store.owner  # another driver hears its workers
+        if timer.name in ("call", "hang", "leave") and not (stuck or fenced):
             raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
         driver.facts.expired(timer.name)
         self.deliver(driver, m.TimerExpired(name=timer.name, number=timer.number))
@@ -349,6 +350,7 @@ class World:
         if driver.standing and not ailing:
             raise Violation(f"worker {effect.worker} is killed, although nothing ails it")
         process.killed = True
+        driver.facts.ended(process)
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
 
     def _shun(self, driver: Driver, effect: m.ExcludeNode) -> None:

@@ -238,6 +238,15 @@ def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> Non
         assert [event.source for event in formed][1:] in (["checkpoint"], ["initial"]) and formed[1].step < 23
 
 
+@pytest.mark.parametrize(("seed", "also", "ended"), [
+    (20000466, ("preempt", "outage"), "done"),  # at once, after the last step: callbacks hear of no more checkpoints
+    (30000252, ("upload hangs", "crash"), "failed"),  # a dead server is ended before its death is told
+    (30000351, ("upload hangs", "crash"), "done"),  # workers that another driver takes over wait for nobody any more
+])  # fmt: skip
+def test_a_run_ends_as_its_faults_want_it(seed: int, also: tuple[str, ...], ended: str) -> None:
+    assert simulate(draw(seed, also=also)).outcomes[-1] == ended
+
+
 @pytest.mark.parametrize(("seed", "layout"), [(1023282, "replicated"), (1043003, "led")])
 def test_who_has_died_while_the_log_was_given_back_is_not_ended_when_it_is_lost(seed: int, layout: str) -> None:
     assert (draw(seed).layout, simulate(draw(seed)).outcomes[-1]) == (layout, "failed")
