@@ -298,14 +298,18 @@ def _is_recovery_needless(state: DriverState) -> bool:
     """Whether a recovery is needless, because all results are durable already."""
     progress = state.position.progress
     last = progress >= state.settings.length.total_steps
-    evaluated = state.evaluated >= progress or not checkpointing.evaluation_due(state.settings, progress)
     return (
         state.phase in RECOVERY_PHASES
         and (state.ending or last)
         and state.committed >= progress
-        and (evaluated or not last)
+        and (not last or _is_evaluated(state, progress))
         and not state.owes_announcement
     )
+
+
+def _is_evaluated(state: DriverState, step: int) -> bool:
+    """Whether the evaluation after a step was made, or none is due."""
+    return state.evaluated >= step or not checkpointing.evaluation_due(state.settings, step)
 
 
 def _release_run(turn: Transition) -> None:
@@ -318,9 +322,10 @@ def _release_run(turn: Transition) -> None:
 
 
 def _outcome(state: DriverState) -> m.RunOutcome:
-    """Return how the run ends: a run that was stopped after its last checkpoint is done, as is one that ends early."""
-    last = state.position.step if state.end_reason else state.settings.length.total_steps
-    done = state.shutdown.outcome == "stopped" and state.committed >= last
+    """Return how the run ends: one that was stopped after its last results is done, as is one that ends early."""
+    early, total = bool(state.end_reason), state.settings.length.total_steps
+    stored = state.committed >= (state.position.step if early else total)
+    done = state.shutdown.outcome == "stopped" and stored and (early or _is_evaluated(state, total))
     return "done" if done else state.shutdown.outcome
 
 

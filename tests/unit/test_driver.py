@@ -394,6 +394,14 @@ def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="done", step=8)]
 
 
+def test_a_stopped_run_is_not_done_without_the_evaluation_of_its_last_step() -> None:
+    story = Story(evaluate_steps=8).running(HEAD).tell(m.StopRequested()).segment(8).snapshot(8)
+    story.tell(m.WorkerDied(worker=1, cause="x"), m.WorkerDied(worker=2, cause="x"))
+    assert story.state.phase is Phase.CLOSING
+    story.returns("upload", FILES, workers=[0]).committed(8)
+    assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="stopped", step=8)]
+
+
 def test_ranks_are_laid_over_the_nodes_before_they_are_told_and_never_again() -> None:
     """Two replicas of two stages, whose processes come up on two nodes in turn."""
     story = Story(workers=4, mesh=Mesh(pipeline=2, data=2)).tell(m.LeaseAcquired(token=3, head=None))
