@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulation.plans import stage_piece
 from tests.support.driver_harness import FILES, HEAD, Story
+from trainwright.core.data import MetricSums
 from trainwright.core.events import CheckpointSkipped, Failed, Leaving, Noted, Promoted, Resized
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
@@ -93,6 +94,15 @@ def test_a_node_that_is_drained_without_an_end_waits_for_a_frozen_writer_as_long
     story.segment(9).snapshot(9)
     uploaded(story, 0, 9)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
+
+
+def test_a_step_whose_handover_waits_for_a_frozen_writer_is_evaluated_all_the_same() -> None:
+    story = Story(total_steps=100, steps_per_epoch=100, workers=1, evaluate_steps=6).running(HEAD)
+    story.tell(m.PreemptionNoticed(worker=0, left_s=math.inf)).segment(6).snapshot(6)
+    assert story.state.phase is Phase.WAITING
+    assert [call.argument.step for call in story.expires("upload").calls("evaluate")] == [6]
+    story.returns("evaluate", MetricSums(totals={"loss": (1.0, 1.0)})).expires("upload")
+    assert [call.argument.metrics for call in story.calls("run")] == [{"loss": 1.0}]
 
 
 def half(rank: int, step: int | None) -> StateTag:

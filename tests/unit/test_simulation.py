@@ -241,6 +241,7 @@ def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> Non
 @pytest.mark.parametrize(("seed", "also", "ended"), [
     (20000466, ("preempt", "outage"), "done"),  # at once, after the last step: callbacks hear of no more checkpoints
     (30000252, ("upload hangs", "crash"), "failed"),  # a dead server is ended before its death is told
+    (40000173, ("copies lost", "preempt all"), "done"),  # a writer hangs before a handover, and the time is over
     (1055048, (), "stopped"),  # a recovery fails again after a wish to stop, before the last evaluation
     (30000351, ("upload hangs", "crash"), "done"),  # workers that another driver takes over wait for nobody any more
 ])  # fmt: skip
