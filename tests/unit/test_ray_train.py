@@ -452,7 +452,7 @@ def test_a_worker_in_a_torch_trainer_uses_its_own_gpu_and_outlives_an_error_of_n
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [5]})
     monkeypatch.setattr(rank_channel.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(WorkerCalls, "_answer", lambda calls, verb, group, token: formed.append(group))
-    place, told = WorkerSlot(worker=0, slot=0, run="run"), SimpleNamespace(take=list)
+    place, told = WorkerSlot(worker=0, slot=0, bundle=0, run="run"), SimpleNamespace(take=list)
     calls = TrainWorkerCalls(None, place, 0, told)  # type: ignore[arg-type]
     calls.call("form", Group(generation=Generation(token=1, number=1), rank=0, peers=(), devices=("cuda:0",)), 0)
     assert [group.devices for group in formed] == [("cuda:1",)]
