@@ -331,7 +331,8 @@ class MemoryCheckpoints:
 class StepTraces:
     """Traces of chosen steps."""
 
-    tracing: PersistentMap[int] = field(default_factory=PersistentMap)  # rank by worker that is writing its trace
+    # by worker that is writing traces, the rank of each of them, oldest first
+    tracing: PersistentMap[tuple[int, ...]] = field(default_factory=PersistentMap)
     restored: bool = False  # whether the ranks had a state before
 
 

@@ -41,7 +41,8 @@ def on_run_returned(turn: Transition, event: m.CallReturned) -> None:
     if report.untraced:
         turn.emit(Noted(text=f"rank {rank} wrote no trace: {report.untraced}"))
     if report.traced:
-        turn.change(tracing=turn.state.traces.tracing.put(event.worker, rank))
+        tracing = turn.state.traces.tracing  # one of earlier steps may still be on its way
+        turn.change(tracing=tracing.put(event.worker, (*tracing.get(event.worker, ()), rank)))
         turn.call([event.worker], "trace", rank)
 
 
@@ -66,8 +67,9 @@ def on_trace_raised(turn: Transition, event: m.CallRaised) -> None:
 def drop_workers(turn: Transition, workers: frozenset[int], why: str) -> None:
     """Give up the traces of these workers."""
     for worker in sorted(workers & {*turn.state.traces.tracing}):
-        rank, _ = _settle(turn, worker)
-        turn.emit(Noted(text=f"the trace of rank {rank} was dropped: {why}"))
+        for _ in turn.state.traces.tracing[worker]:
+            rank, _ = _settle(turn, worker)
+            turn.emit(Noted(text=f"the trace of rank {rank} was dropped: {why}"))
 
 
 def delays_end(turn: Transition) -> bool:
@@ -94,8 +96,9 @@ def _as_given(steps: range) -> str:
 
 
 def _settle(turn: Transition, worker: int) -> tuple[int, str]:
-    """Forget that a worker owes a trace; return the rank that it recorded and its node."""
-    rank, members = turn.state.traces.tracing[worker], turn.state.membership.members
-    turn.change(tracing=turn.state.traces.tracing.without({worker}))
+    """Forget the oldest trace that a worker owes; return the rank that it recorded and its node."""
+    tracing, members = turn.state.traces.tracing, turn.state.membership.members
+    rank, *later = tracing[worker]
+    turn.change(tracing=tracing.put(worker, tuple(later)) if later else tracing.without({worker}))
     node = next((member.node for member in members if member.worker == worker), "")
     return rank, node

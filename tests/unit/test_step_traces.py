@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,6 +81,20 @@ def test_each_rank_writes_its_trace_while_steps_go_on() -> None:
     (told,) = story.emitted(TraceWritten)
     assert (told.rank, told.node, told.first, told.last, told.path) == (1, "n1", 2, 3, stored(1).path)
     assert story.returns("trace", stored(1), workers=[1]).wanted == (), "each counts once"
+
+
+def test_a_rank_may_owe_two_traces() -> None:
+    """The first is still being written when a rank that was asked to pause among the steps has recorded the others."""
+    story = Story(profile=range(2, 7)).running()
+    for steps in (range(2, 4), range(4, 7)):
+        story.returns("run", m.SegmentReport(step=steps[-1], traced=steps))
+        assert [(call.worker, call.argument) for call in story.calls("trace")] == [(0, 0), (1, 1)]
+    later = replace(stored(0), steps=range(4, 7))
+    for trace in (stored(0), later):
+        story.returns("trace", trace, workers=[0])
+        assert [told.first for told in story.emitted(TraceWritten)][-1] == trace.steps[0]
+    story.tell(m.WorkerDied(worker=1, cause="killed"))
+    assert sum("the trace of rank 1 was dropped: its process" in text for text in notes(story)) == 2
 
 
 def test_the_end_of_the_run_waits_for_traces_but_not_for_ever() -> None:
