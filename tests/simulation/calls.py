@@ -16,6 +16,7 @@ from tests.simulation.servers import Shop
 from tests.simulation.state_recovery import heal
 from tests.simulation.step_reports import News
 from tests.simulation.store import Store, Violation
+from tests.simulation.traces import Traces
 from tests.simulation.uploads import Uploads
 from trainwright.core.data import MetricSums
 from trainwright.core.errors import DamagedCheckpoint, DataError, PeerLost, StorageError, UserCodeError
@@ -40,6 +41,7 @@ class Labour:
         self.whole = frozenset(self._piece(rank) for rank in range(size))
         self.outage_until_s = 0.0
         self.memory, self.uploads, self.news = Memory(self), Uploads(self), News(self)
+        self.traces = Traces(self)
         self.shop = {"served": Shop, "led": Guild}.get(scenario.layout, lambda labour: None)(self)
         self.crash_step = 0
         self.crash_rank = 0
@@ -74,6 +76,8 @@ class Labour:
             self.uploads.begin(process, call)
         elif call.verb == "keep":
             self.memory.keep(process, call)
+        elif call.verb == "trace":
+            self.traces.begin(process, call)
         elif call.verb == "stop":
             if self.shop is not None:
                 self.shop.stop(process)
@@ -106,6 +110,7 @@ class Labour:
                 if process.team is not None and self.scenario.settings.world.reform == "new_process":
                     raise Violation(f"worker {process.worker} is to join a second group, which needs a new process")
                 process.member = True
+                self.traces.drop(process)
                 if call.argument.plan is not None:
                     process.turn_to(call.argument.plan)
                 process.team = process.driver.team(call.generation.number)
@@ -183,6 +188,8 @@ class Labour:
             team.ticket += 1
             if process.call is not None and process.call.verb == "run":
                 process.take(team.step, team.lineage)
+                if team.argument.steps:
+                    self.traces.fail(process, team.step + 1)
         self.fail(process, kind, error, self.between(0.01, 0.5))  # type: ignore[arg-type]
         if self.rand() < 0.6 or kind in ("user", "data"):
             self.part(process)
@@ -307,6 +314,8 @@ class Labour:
             return
         team.lineage = apply(team.lineage, team.step)
         team.step += 1
+        for process in team.arrived:
+            self.traces.step(process, team.step)
         self.news.tell(team.arrived[0], team.step)
         if team.step < team.argument.steps.stop and not team.wish:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
@@ -318,10 +327,12 @@ class Labour:
         if team.ticket != ticket:
             return
         arrived, team.arrived = team.arrived, []
-        team.wish = False
+        stopped, team.wish = team.wish and bool(team.argument.steps), False
         for process in arrived:
             process.take(team.step, team.lineage)
-            self.answer(process, m.SegmentReport(step=team.step, announces=self.scenario.announces), 0.0, 0.4)
+            traced = self.traces.report(process, team.step, stopped=stopped)
+            report = m.SegmentReport(step=team.step, announces=self.scenario.announces, traced=traced)
+            self.answer(process, report, 0.0, 0.4)
 
     def _crash(self, team: Team) -> None:
         """A batch ends the rank that it always ends."""
@@ -358,6 +369,8 @@ class Labour:
 
     def _leave_step(self, team: Team, process: Process, torn: bool) -> None:
         process.take(team.step, team.lineage)
+        if team.argument.steps:
+            self.traces.fail(process, team.step + 1)
         torn = torn and bool(team.argument.steps)  # else it only called callbacks
         if torn and self.rand() < 0.5:
             process.take(team.step + 1, apply(team.lineage, team.step))
@@ -403,6 +416,7 @@ class Labour:
         process.ticket += 1
         process.call, process.upload, process.raise_next, process.deaf = None, None, "", False
         process.copies.clear()
+        self.traces.renew(process)
 
     def die(self, process: Process, delay_s: float = 0.0) -> None:
         """The process ends. An answer already under way may still arrive, before the news of the death."""

@@ -147,13 +147,15 @@ class Guild(Shop):
             return
         court.lineage = apply(court.lineage, court.step)
         court.step += 1
+        labour.traces.step(chief, court.step)
         labour.news.tell(chief, court.step)
         if court.step < court.until and not court.wish:
             self._later(court, chief)
             return
-        court.wish = False
+        stopped, court.wish = court.wish, False
         chief.take(court.step, court.lineage)
-        self._answer(chief, m.SegmentReport(step=court.step), 0.0, 0.4)
+        traced = labour.traces.report(chief, court.step, stopped=stopped)
+        self._answer(chief, m.SegmentReport(step=court.step, traced=traced), 0.0, 0.4)
 
     def _crash(self, court: Court, chief: Process) -> None:
         """A batch ends a process that it always ends; where that is a worker, the step waits for another."""

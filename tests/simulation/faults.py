@@ -153,6 +153,15 @@ class Strikes:
     def _on_upload_internal(self, fault: Fault) -> None:
         self._world.labour.uploads.faults.append("internal")
 
+    def _on_trace_fails(self, fault: Fault) -> None:
+        self._world.labour.traces.faults.extend(["fails"] * (1 + int(fault.amount * 5)))
+
+    def _on_trace_hangs(self, fault: Fault) -> None:
+        self._world.labour.traces.faults.append("hangs")
+
+    def _on_trace_internal(self, fault: Fault) -> None:
+        self._world.labour.traces.faults.append("internal")
+
     def _on_commit_fails(self, fault: Fault) -> None:
         self._failing_commits += 1 + int(fault.amount * 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process
@@ -66,6 +67,8 @@ class Facts:
         self.over_s = math.inf  # when the time of the run is over
         self.announces = False  # whether the driver knows that callbacks want to be told of checkpoints
         self.announced = 0  # step of the newest one that a call named
+        self.untraced: set[int] = set()  # workers that just told of a recording, and were not asked for it yet
+        self.traces = Counter[int]()  # asked for, and neither stored nor said to be lost yet, by rank
 
     def resumed(self, event: m.LeaseAcquired, settings: RunPolicy) -> None:
         """The driver begins, at a checkpoint where there is one."""
@@ -89,6 +92,10 @@ class Facts:
             case m.CallReturned(verb="run"):
                 self._reached(event.value.step)
                 self.announces = self.announces or event.value.announces
+                if event.value.traced:
+                    self.untraced.add(event.worker)
+            case m.CallRaised(verb="trace"):
+                pass  # it costs nothing but the trace
             case m.WorkerDied():
                 self._fault()
             case m.CallRaised():
@@ -168,7 +175,7 @@ class Facts:
             raise Violation("a first failure was not recovered from at once")
         if name in ("call", "hang", "upload", "apart"):
             self._fault()
-        self.unquiet = True
+        self.unquiet = self.unquiet or name != "trace"
 
     def called(self, call: m.CallWorker, leads: bool) -> None:
         """The driver calls a worker, or one who `leads` others."""
@@ -177,6 +184,11 @@ class Facts:
         if call.verb == "reserve":
             self.aside = self.lost_peer = False
             self.trying = self.trying and call.argument.plan in self.plans  # or there are not the workers for those
+        if call.verb == "trace":
+            if call.worker not in self.untraced:
+                raise Violation(f"worker {call.worker} is asked for a trace that it did not tell of")
+            self.untraced.remove(call.worker)
+            self.traces[call.argument] += 1
         if call.verb == "run":
             self.announced = max([self.announced, *(ref.step for ref in call.argument.checkpoints)])
             if self.stop_at is not None and leads and call.argument.steps:
@@ -195,8 +207,18 @@ class Facts:
         if self.stop_now and call.verb != "upload":
             raise Violation(f"{call.verb} is called after a wish to stop at once")
 
+    def _traced(self, rank: int) -> None:
+        """The user is told what became of a trace."""
+        self.traces[rank] -= 1
+        if self.traces[rank] < 0:
+            raise Violation(f"more traces of rank {rank} are told of than were asked for")
+
     def emitted(self, event: events.Event) -> None:
         """The driver tells the user."""
+        if isinstance(event, events.TraceWritten):
+            self._traced(event.rank)
+        elif isinstance(event, events.Noted) and event.text.startswith("the trace of rank "):
+            self._traced(int(event.text.split()[4]))
         if isinstance(event, events.Evaluated):
             self.evaluated[event.step] = event.metrics
             self.missing = math.inf
@@ -216,6 +238,8 @@ class Facts:
         finish = driver.finish
         assert finish is not None
         self._judge_ends(driver, finish)
+        if +self.traces:
+            raise Violation(f"nobody was told what became of traces, by rank: {+self.traces}")
         over = now_s >= self.over_s
         if finish.outcome == "done":
             self._judge_done(scenario, store, finish, over=over)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
+from trainwright.worker.step_profiler import StepProfiler
 
 FRESH = 1  # the lineage of a build: no step applied yet
 TORN = -1  # the lineage of a state that was interrupted
@@ -34,6 +36,7 @@ class Process:
         "alive",
         "beside",
         "born_s",
+        "busy_s",
         "call",
         "copies",
         "deaf",
@@ -47,6 +50,7 @@ class Process:
         "noticed",
         "piece",
         "plan",
+        "profiler",
         "raise_next",
         "raised",
         "rank",
@@ -57,6 +61,7 @@ class Process:
         "team",
         "ticket",
         "told",
+        "trace_hung",
         "trained",
         "tried",
         "up",
@@ -76,7 +81,8 @@ class Process:
         self.due_s = 0.0
         self.raise_next = ""
         self.raised = False  # an error that no process is trusted after
-        self.hung, self.deaf, self.upload_hung = False, False, False
+        self.hung, self.deaf, self.upload_hung, self.trace_hung = False, False, False, False
+        self.busy_s = 0.0  # until when the thread of uploads and traces has something to do
         self.adrift = False  # its chief cannot reach it, and knows it not
         self.noticed = False  # told that it will be ended soon
         self.team: Team | None = None
@@ -87,6 +93,7 @@ class Process:
         self.tried = False  # it took throwaway steps
         self.step, self.lineage, self.sound, self.trained = 0, FRESH, True, False
         self.copies: dict[str, tuple[str, int, int]] = {}  # by the verb that they are for
+        self.profiler: StepProfiler | None = None
 
     def tag(self, layout: str, total: int) -> StateTag:
         """What it says it holds."""
@@ -102,6 +109,16 @@ class Process:
     def harmless(self) -> bool:
         """Whether its death is no failure: it was ended, or held no rank."""
         return self.killed or self.spare
+
+    def occupy(self, now_s: float, takes_s: float) -> float | None:
+        """Have the thread of uploads and traces do one more thing; return in how many seconds it begins, if ever."""
+        wait_s = max(self.busy_s - now_s, 0.0)
+        self.busy_s = now_s + wait_s + takes_s
+        return None if math.isinf(wait_s) else wait_s
+
+    def freeze(self) -> None:
+        """What that thread does last never ends."""
+        self.busy_s = math.inf
 
     def take(self, step: int, lineage: int) -> None:
         """Hold a sound state."""

@@ -86,7 +86,18 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     settings = settings.with_fields(pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
     scenario = _damaged(_spiky(_crewed(scenario), Random(seed + 2**38)), Random(seed + 2**39))
-    return _judged(scenario, Random(seed + 2**40))
+    return _profiled(_judged(scenario, Random(seed + 2**40)), Random(seed + 2**42))
+
+
+def _profiled(scenario: Scenario, rng: Random) -> Scenario:
+    """A fifth trace some steps, of which the run may not take all; now and then a trace is not written."""
+    if rng.random() > 0.2:
+        return scenario
+    first = rng.randint(1, scenario.settings.length.total_steps + 1)
+    settings = scenario.settings.with_fields(profile=range(first, first + rng.randint(1, 4)))
+    kinds = rng.choices(("trace fails", "trace hangs", "trace internal"), k=rng.choice((0, 0, 1, 1, 2)))
+    faults = tuple(Fault(kind=kind, at_s=rng.random() * 5, amount=rng.random()) for kind in kinds)
+    return replace(scenario, settings=settings, faults=(*scenario.faults, *faults))
 
 
 def _judged(scenario: Scenario, rng: Random) -> Scenario:

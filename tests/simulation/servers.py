@@ -212,6 +212,7 @@ class Shop:
             return
         if any(server.hung for server in trade.servers.values()):
             return  # it waits for the answer
+        self._labour.traces.step(worker, unit[0] + 1)
         if unit in trade.held:  # the first push; later ones are dropped
             del trade.held[unit]
             self._go_on(trade)
@@ -247,7 +248,9 @@ class Shop:
             self._end(worker)
 
     def _end(self, worker: Process) -> None:
-        self._answer(worker, m.SegmentReport(step=0), 0.0, 0.4)
+        assert worker.call is not None, "it is at work"
+        traced = self._labour.traces.report(worker, worker.call.argument.steps.stop)
+        self._answer(worker, m.SegmentReport(step=0, traced=traced), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
 

@@ -29,9 +29,15 @@ class Uploads:
         process.upload = call
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "hangs":
+            process.freeze()
             process.upload_hung = True
             return
-        self._labour.clock.after(self._labour.between(0.2, 4.0), self._uploaded, process, call, fault)
+        takes_s = self._labour.between(0.2, 4.0)
+        begins_s = process.occupy(self._labour.clock.now_s, takes_s)
+        if begins_s is None:  # behind a trace that hangs
+            process.upload_hung = True
+            return
+        self._labour.clock.after(begins_s + takes_s, self._uploaded, process, call, fault)
 
     def _uploaded(self, process: Process, call: m.CallWorker, fault: str) -> None:
         if not process.alive or process.upload is not call:

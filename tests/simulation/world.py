@@ -166,7 +166,8 @@ class World:
         state = driver.state
         assert state is not None
         self.delivered += 1
-        if not driver.code.is_stale(state, event):
+        stale = driver.code.is_stale(state, event)
+        if not stale:
             kind, detail = driver.code.event_kind(event)
             self.pairs[state.phase.value, kind.__name__, detail] += 1
         if driver.finish is None and not (isinstance(event, m.WorkerDied) and driver.processes[event.worker].harmless):
@@ -176,6 +177,9 @@ class World:
         if driver.finish is not None and effects:
             raise Violation(f"effects after the end: {effects}")
         self._carry_out(driver, effects)
+        if driver.facts.untraced and not stale:
+            raise Violation(f"workers {driver.facts.untraced} were not asked for their traces")
+        driver.facts.untraced.clear()
 
     def _check_tolerance(self, before: DriverState, after: DriverState, event: m.DriverEvent) -> None:
         """The end of one that the others do without ends no generation."""
@@ -215,8 +219,10 @@ class World:
         del driver.timers[timer.name]
         there = [process for process in driver.processes.values() if not process.told]
         stuck = [process for process in there if process.hung or process.deaf or process.upload_hung or process.adrift]
+        if timer.name == "trace":
+            stuck = [process for process in there if process.trace_hung]
         fenced = driver.token < self.store.owner  # another driver hears its workers
-        if timer.name in ("call", "hang", "leave") and not (stuck or fenced):
+        if timer.name in ("call", "hang", "leave", "trace") and not (stuck or fenced):
             raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
         driver.facts.expired(timer.name)
         self.deliver(driver, m.TimerExpired(name=timer.name, number=timer.number))

@@ -388,6 +388,30 @@ MUTANTS = (
         replacement="False",
         also=("crash loop",),
     ),
+    Mutant(
+        name="forgets a trace when another one is asked for",
+        module="trainwright.driver.step_traces",
+        pattern="(*tracing.get(event.worker, ()), rank)",
+        replacement="(rank,)",
+    ),
+    Mutant(
+        name="ends before traces are written",
+        module="trainwright.driver.state_machine",
+        pattern="closing and not step_traces.delays_end(turn)",
+        replacement="closing",
+    ),
+    Mutant(
+        name="waits for ever for traces",
+        module="trainwright.driver.step_traces",
+        pattern='turn.arm("trace", _END_DEADLINE_S)',
+    ),
+    Mutant(
+        name="recovers from a trace that could not be written",
+        module="trainwright.driver.state_machine",
+        function="_on_call_raised",
+        pattern="step_traces.on_trace_raised(turn, event)",
+        replacement="recovery.on_call_raised(turn, event)",
+    ),
 )
 
 STORAGE_MUTANTS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from trainwright.driver.run_policy import RunPolicy
 
 SCHEDULES = 600  # a share of those of `make schedules`
 # Of its others, those with pairs of phase and event that these lack.
-RARE = (649, 773, 860, 1556, 1836, 1987, 2018, 2090, 2152, 2171, 2307, 3437, 4537, 4954)
+RARE = (
+    649, 723, 773, 860, 1038, 1556, 1836, 1987, 1989, 2006, 2018, 2090, 2152, 2171, 2307, 3437, 3633, 4537, 4954,
+)  # fmt: skip
+
+
+def untraced(seed: int, also: tuple[str, ...] = ()) -> Scenario:
+    """The scenario of a seed, without traces: their segments end elsewhere, and a fault might no longer show itself."""
+    scenario = draw(seed, also=also)
+    return replace(scenario, settings=scenario.settings.with_fields(profile=range(0)))
 
 
 def test_hundreds_of_schedules_hold_every_invariant() -> None:
@@ -25,17 +34,17 @@ def test_hundreds_of_schedules_hold_every_invariant() -> None:
 
 
 def test_an_upload_given_up_at_the_end_of_a_notice_is_not_begun_again() -> None:
-    assert simulate(draw(1054955)).outcomes == ["done"]
+    assert simulate(untraced(1054955)).outcomes == ["done"]
 
 
 def test_a_writer_that_hangs_before_a_handover_without_an_end_does_not_stop_the_run() -> None:
-    assert simulate(draw(20000646, also=("preempt", "upload hangs"))).outcomes == ["done"]
+    assert simulate(untraced(20000646, also=("preempt", "upload hangs"))).outcomes == ["done"]
 
 
 @pytest.mark.parametrize("seed", [20000170, 20000350])
 def test_a_writer_that_hangs_until_the_deadline_of_a_handover_is_asked_for_no_second_upload(seed: int) -> None:
     """Whether it goes or stays."""
-    assert simulate(draw(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
+    assert simulate(untraced(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
 
 
 @pytest.mark.parametrize(("seed", "workers"), [(1, 100), (2, 200), (3, 300), (4, 500), (5, 1000), (6, 1000), (9, 1000)])
@@ -204,22 +213,22 @@ def test_those_who_stay_are_seated_for_the_plan_that_goes_on(seed: int, also: tu
 
     Or a worker dies in the last one, and the plan that goes on needs as many as there were: its place is waited for.
     """
-    assert simulate(draw(seed, also=also)).outcomes == [ended]
+    assert simulate(untraced(seed, also=also)).outcomes == [ended]
 
 
 def test_what_the_users_code_raises_after_a_checkpoint_ends_the_run_with_how_to_go_on() -> None:
-    assert simulate(draw(628)).outcomes == ["failed"]
+    assert simulate(untraced(628)).outcomes == ["failed"]
 
 
 @pytest.mark.parametrize("seed", [20000202, 20000217])
 def test_callbacks_are_told_of_the_last_checkpoint(seed: int) -> None:
     """While a worker dies, which costs no step; or where the time of the run is over before an evaluation."""
-    assert simulate(draw(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
+    assert simulate(untraced(seed, also=("preempt all", "upload hangs"))).outcomes == ["done"]
 
 
 def test_what_the_users_code_raises_once_a_plan_is_chosen_ends_the_run() -> None:
     """After it raised under a plan on trial, which was set aside for that."""
-    assert simulate(draw(500674)).outcomes == ["failed"]
+    assert simulate(untraced(500674)).outcomes == ["failed"]
 
 
 @pytest.mark.parametrize("crew", ["in_place", "new_process", "served", "led"])
@@ -246,17 +255,17 @@ def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> Non
     (30000351, ("upload hangs", "crash"), "done"),  # workers that another driver takes over wait for nobody any more
 ])  # fmt: skip
 def test_a_run_ends_as_its_faults_want_it(seed: int, also: tuple[str, ...], ended: str) -> None:
-    assert simulate(draw(seed, also=also)).outcomes[-1] == ended
+    assert simulate(untraced(seed, also=also)).outcomes[-1] == ended
 
 
 @pytest.mark.parametrize(("seed", "layout"), [(1023282, "replicated"), (1043003, "led")])
 def test_who_has_died_while_the_log_was_given_back_is_not_ended_when_it_is_lost(seed: int, layout: str) -> None:
-    assert (draw(seed).layout, simulate(draw(seed)).outcomes[-1]) == (layout, "failed")
+    assert (draw(seed).layout, simulate(untraced(seed)).outcomes[-1]) == (layout, "failed")
 
 
 def test_an_evaluation_that_waits_for_a_worker_which_hangs_has_another_one() -> None:
     """All others do without it, and nobody else is there to judge."""
-    assert simulate(draw(1034506)).outcomes[-1] == "done"
+    assert simulate(untraced(1034506)).outcomes[-1] == "done"
 
 
 def test_a_schedule_repeats() -> None:
