@@ -149,9 +149,10 @@ class ParquetLoader(Loader):
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         """As `load`, of some rows. The row group is kept as it was read: bad rows are searched for in it."""
-        if self._table[:2] != (number, list(columns)):
-            self._table = (number, list(columns), self._loaded(number, columns))
-        return table_arrays(self._table[2], columns, self._place(number), rows)
+        kept = self._table  # `load` may drop it meanwhile
+        if kept[:2] != (number, list(columns)):
+            self._table = kept = (number, list(columns), self._loaded(number, columns))
+        return table_arrays(kept[2], columns, self._place(number), rows)
 
     def _place(self, number: int) -> GroupLocation:
         group = self._index.groups[number]
