@@ -186,8 +186,8 @@ class Sometimes(Precise):
 def test_ranks_that_see_different_casts_gather_alike(pool: Pool) -> None:
     feeds = feeds_of(LAYOUTS["zero-2"][1].plan(PROBLEM, 2))[0]
     firsts = [float(feed.parts[0][0].columns["x"][0, 0]) for feed in feeds]
-    job = spec(functools.partial(Sometimes, sum(firsts) / 2))
-    assert_near(trained(pool, "zero-2", job), trained(pool, "parallel", job), 1e-4)
+    job = spec(functools.partial(Sometimes, sum(firsts) / 2), optimizer=plain_descent)
+    assert_near(trained(pool, "zero-2", job), trained(pool, "parallel", job), 1e-5)
 
 
 def test_with_the_state_in_host_memory(pool: Pool) -> None:

@@ -21,6 +21,7 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.problems import CLASSES, FEATURES, PROBLEMS
 from tests.support.conformance.staged_model import plan, spec, streamed
 from tests.support.conformance.unbroken_runs import assert_same
+from tests.support.own_signals import signal_self
 from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Plan, section_of
@@ -234,7 +235,7 @@ class Wide(nn.Module):
         self.left -= 1
         if not self.left:
             self.stopped.write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal_self(signal.SIGSTOP)
 
 
 class Mean(nn.Module):

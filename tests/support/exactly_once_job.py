@@ -22,6 +22,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.support import torch_jobs
+from tests.support.own_signals import signal_self
 from trainwright.datasets import Dataset
 
 ROWS, IDS, BATCH, SEED, RATE = 100_000, 100_000, 2000, 5, 1e-2
@@ -98,7 +99,7 @@ def strike(mark: Path, number: int) -> None:
             proof.write(str(os.getpid()))
     except FileExistsError:
         return
-    os.kill(os.getpid(), number)
+    signal_self(number)
 
 
 def released(marks: str, step: int) -> Path:

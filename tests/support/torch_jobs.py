@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import trainwright as tw
 from tests.support.finished_runs import told
+from tests.support.own_signals import signal_self
 from trainwright.core import events
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.storage.object_store import open_store
@@ -56,7 +57,7 @@ class Kill:
                 proof.write(str(os.getpid()))
         except FileExistsError:
             return
-        os.kill(os.getpid(), self.number)
+        signal_self(self.number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.support.conformance import problems
 from tests.support.conformance.problems import Problem
+from tests.support.own_signals import signal_self
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport, zero_weight
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
@@ -107,7 +108,7 @@ class Faulty:
     def freeze(self, result: Any) -> Any:
         """Once: until somebody lets it go on."""
         self.arm("")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_self(signal.SIGSTOP)
         return result
 
     def error(self, result: Any) -> Any:
