@@ -15,32 +15,6 @@ from trainwright.core.topology import Generation, Group, Peer
 from trainwright.strategies.search.registry import STRATEGIES as STRATEGIES
 from trainwright.strategies.search.registry import strategies_for as strategies_for
 
-_MOVED = {
-    "tensorflow.fit": "tensorflow.keras_fit",
-    "tensorflow.central_storage": "tensorflow.strategy_engines",
-    "tensorflow.mirrored": "tensorflow.strategy_engines",
-    "tensorflow.multi_worker": "tensorflow.strategy_engines",
-    "tensorflow.one_device:OneDevice": "tensorflow.strategy_engines:TensorFlowOneDevice",
-    "tensorflow.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
-    "tensorflow.ps.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
-    "torch.data_parallel": "torch.engines.data_parallel",
-    "torch.engines.one_device": "torch.engines.base",
-    "torch.one_device": "torch.engines.base",
-    "torch.parameter_server": "torch.engines.parameter_server",
-    "torch.pipeline": "torch.engines.pipeline",
-    "torch.sharded": "torch.engines.fsdp",
-    "torch.tensor_parallel": "torch.engines.tensor_parallel",
-}
-"""Engines that older runs store, as `module` or `module:class`, and their place now, below `trainwright.strategies`."""
-
-
-def current_engine(engine: str) -> str:
-    """Return an engine's `module:class` in this version; an older version may have stored another place or name."""
-    stored = engine.removeprefix(f"{__name__}.")
-    module, _, name = stored.partition(":")
-    found = _MOVED.get(stored) or (f"{_MOVED[module]}:{name}" if module in _MOVED else stored)
-    return f"{__name__}.{found}" if stored != engine else engine
-
 
 def engine_class(plan: Plan) -> type[Engine]:
     """Import the engine class of a plan.

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.job import FIELD_ORDER, Job
 from trainwright.core.pickling import is_user_file, is_user_module
 from trainwright.core.redaction import redact
 
-SCHEME = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]}"
+SCHEME = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]}, form 2"
 """Scheme of the fingerprints: those of different schemes cannot be compared."""
 
 _Refs = list[tuple[Any, ...]]
@@ -44,37 +43,6 @@ _LONG = 1000  # plain items of a container that are encoded at once
 _MOST_ITEMS = 200_000  # of a container that are encoded: the first and the last
 _ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
 _SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
-STORED_NAMES = {
-    "core.engine.Pad": "core.collation.Pad",
-    "core.job.Checkpointing": "core.job_options.Checkpointing",
-    "core.job.Data": "core.job_options.Data",
-    "core.job.Planning": "core.job_options.Planning",
-    "core.job.Recovery": "core.job_options.Recovery",
-    "core.job.Scaling": "core.job_options.Scaling",
-    "core.job.TensorFlow": "core.job_options.TensorFlow",
-    "core.job.Training": "core.job_options.Training",
-    "core.loss_api.gather": "core.gathering.gather",
-    "datasets.formats.image_folder._DecodeImage": "datasets.image_files.DecodeImage",
-    "datasets.formats.image_folder.decode_image": "datasets.image_files.decode_image",
-    "datasets.ops.row_transforms.StatefulFunction": "datasets.stateful.Stateful",
-    "datasets.ops.row_transforms.Tokenize": "datasets.tokens.Tokenise",
-    "datasets.ops.zip_columns._MergeColumns": "datasets.beside.Together",
-    "datasets.ops.zip_columns._SideTransform": "datasets.beside.Aside",
-    "distillation.distillation_job.TeacherActor": "distilling.composing.Speaking",
-    "distillation.distillation_spec.Teacher": "distilling.teachers.Teacher",
-    "distillation.target_cache._TargetReader": "distilling.stored.Whole",
-    "distillation.target_encoding.TargetEncoding": "distilling.forms.Form",
-    "distillation.teacher_runner._TeacherModelBuilder": "distilling.taught.Taught",
-    "distillation.teacher_runner.TeacherRunner": "distilling.teachers.Lecturer",
-    "inference.prediction_worker.CheckpointWeights": "predictor.Weights",
-    "lr_schedules": "schedules",
-    "strategies.distillation.distillation_loss.DistillationLoss": "strategies.distilling.Distilled",
-    "strategies.distillation.distillation_loss.StudentMetric": "strategies.distilling.Judged",
-    "strategies.distillation.layer_match.LayerProjection": "strategies.likeness.Bridge",
-    "strategies.distillation.multi_student.StudentModels": "strategies.students.Students",
-}
-"""Objects of trainwright that jobs hold or call, or their modules, and their names in the digests that 0.1.0 stored."""
-
 _POSITIONS = {"__doc__", "__firstlineno__", "__static_attributes__", "__qualname__", "__module__"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
@@ -321,7 +289,7 @@ class CodeFingerprints:
         """Return the name of an installed object; the version of its distribution counts too."""
         module = str(getattr(value, "__module__", None) or "")
         self._installed(module, refs)
-        return stored_name(f"{module}.{_qualname(value)}")
+        return f"{module}.{_qualname(value)}"
 
     def _installed(self, module: str, refs: _Refs) -> None:
         root = module.partition(".")[0]
@@ -458,15 +426,6 @@ def _is_users_function(function: FunctionType) -> bool:
     return is_user_file(file)
 
 
-def stored_name(name: str) -> str:
-    """Return the name of an object, with its module, that stored descriptions have."""
-    rest = name.removeprefix("trainwright.")
-    for now, former in STORED_NAMES.items():
-        if rest != name and f"{rest}.".startswith(f"{now}."):  # the object, or a part of it
-            return f"trainwright.{former}{rest[len(now) :]}"
-    return name
-
-
 def _ours(module: str) -> bool:
     return module.partition(".")[0] == "trainwright"
 
@@ -510,17 +469,10 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield attributes of an object, without cached properties and the fields that a dataclass does not compare.
 
     It runs no code of the object's class.
-
-    The options of a job are its own attributes here: stored digests are older than its groups.
     """
-    if isinstance(value, Job):
-        yield from ((name, value.get(name)) for name in FIELD_ORDER)
-        return
     fields = getattr(type(value), "__dataclass_fields__", {})
     for name, item in _attributes(value):
-        if name == "__qualname__":
-            yield name, _former_qualname(value, item)
-        elif (name not in fields or fields[name].compare) and not _is_cached(value, name):
+        if (name not in fields or fields[name].compare) and not _is_cached(value, name):
             yield name, item
 
 
@@ -528,13 +480,6 @@ def _is_cached(value: Any, name: str) -> bool:
     """Return whether an attribute is the value of a `cached_property`, which is there only after its first use."""
     found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
     return isinstance(found, functools.cached_property)
-
-
-def _former_qualname(value: Any, name: str) -> str:
-    """Return the name that an object took from its attribute `function`, as stored digests have it."""
-    full = f"{getattr(getattr(value, 'function', None), '__module__', '')}.{name}"
-    former = stored_name(full)
-    return name if former == full else former.rpartition(".")[2]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

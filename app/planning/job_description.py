@@ -14,12 +14,7 @@ from trainwright.core.job import FIELD_ORDER, GROUP_OF, Job
 from trainwright.core.plan import SUMMED_BY
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
-from trainwright.planning.code_fingerprint import (
-    MEMORY_ADDRESS,
-    SCHEME,
-    CodeFingerprints,
-    stored_name,
-)
+from trainwright.planning.code_fingerprint import MEMORY_ADDRESS, SCHEME, CodeFingerprints
 
 # Fields that determine where or how fast a job runs, but not what it computes.
 _FREE = frozenset(
@@ -219,9 +214,7 @@ class _Codes:
         if isinstance(value, set | frozenset):
             return f"{{{', '.join(sorted(self.text(name, item) for item in value))}}}"
         if callable(value):
-            kind = type(value)
-            former = stored_name(f"{kind.__module__}.{kind.__qualname__}").rpartition(".")[2]
-            called = value if inspect.isclass(value) else getattr(value, "__qualname__", former)
+            called = value if inspect.isclass(value) else getattr(value, "__qualname__", type(value).__name__)
             return f"{str(called).replace('<locals>.', '')} [{self._digest(name, value)}]"
         return MEMORY_ADDRESS.sub("", str(value))
 

@@ -25,7 +25,6 @@ from trainwright.core.plan import (
     slots_per_node,
     tensor_workers,
 )
-from trainwright.strategies import current_engine
 
 
 def plan_line(plan: Plan) -> str:
@@ -129,7 +128,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
     """Rebuild the plan of `RunStarted.plan` (its `asdict`), also from JSON; None when there is none."""
     if not {"strategy", "engine", "mesh", "batch_size", "placement"} <= facts.keys():
         return None
-    known = {**facts, "engine": current_engine(facts["engine"]), "estimate": facts.get("estimate") or None}
+    known = {**facts, "estimate": facts.get("estimate") or None}
     return TypeAdapter(Plan).validate_python(known)  # it leaves out fields of later versions
 
 

@@ -710,7 +710,6 @@ class RunSummary:
         """Rebuild a summary from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
         if facts["format"] != _FORMAT:
             raise ValueError("another format version")
-        facts = {"workers": 0, "memory": None, "traces": (), **facts}  # that older versions did not store
         found = cls()
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}

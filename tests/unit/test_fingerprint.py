@@ -29,7 +29,7 @@ from trainwright.distillation.distillation_job import TeacherActor
 from trainwright.distillation.target_cache import _TargetReader
 from trainwright.distillation.target_encoding import TargetEncoding
 from trainwright.distillation.teacher_runner import TeacherRunner, _TeacherModelBuilder
-from trainwright.planning.code_fingerprint import STORED_NAMES, CodeFingerprints, stored_name
+from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.planning.job_description import comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
@@ -313,29 +313,6 @@ def test_functions_and_lambdas_of_a_notebook() -> None:
     assert CodeFingerprints().digest(first["f"], reached) != CodeFingerprints().digest(other["f"], now)
     assert list(reached) == ["lambda in the notebook", "global rate in the notebook"]
     assert (reached["global rate in the notebook"], now["global rate in the notebook"]) == ("1", "2")
-
-
-@pytest.mark.parametrize(
-    ("now", "former"),
-    [
-        ("core.loss_api.gather", "core.gathering.gather"),
-        ("datasets.ops.row_transforms.Tokenize", "datasets.tokens.Tokenise"),
-        (
-            "datasets.ops.row_transforms.Tokenize._function.<lambda>",
-            "datasets.tokens.Tokenise._function.<lambda>",
-        ),
-        ("core.data.Terms", "core.data.Terms"),
-    ],
-)
-def test_stored_digests_know_objects_of_trainwright_by_their_former_names(now: str, former: str) -> None:
-    assert stored_name(f"trainwright.{now}") == f"trainwright.{former}"
-    assert stored_name(f"users.{now}") == f"users.{now}"
-
-
-def test_every_object_with_a_former_name_exists() -> None:
-    for name in STORED_NAMES:
-        module, _, attribute = f"trainwright.{name}".rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), name
 
 
 TEXTS = tw.datasets.table({"text": ["a", "bc"]})

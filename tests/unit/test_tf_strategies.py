@@ -20,7 +20,7 @@ from trainwright.planning import job_preparation
 from trainwright.planning.decision import Decision
 from trainwright.planning.planner import choose
 from trainwright.ray_cluster.placement_groups import device_names, node_bundles
-from trainwright.strategies import current_engine, engine_class
+from trainwright.strategies import engine_class
 
 LAYER = LayerCost(name="dense", parameters=1000, parameter_bytes=4000, flops=2000.0)
 KERAS = ModelProfile(framework="tensorflow", layers=(LAYER,))
@@ -343,19 +343,3 @@ def test_other_strategies_send_a_keras_model_on_tpus_to_its_own() -> None:
     found = planned(decide(slice_of(1)))
     assert [name for name, item in found.items() if isinstance(item, Plan)] == ["tf_tpu"]
     assert all("own strategy" in found[name].reason for name in ("tf_one_device", "tf_mirrored"))  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("stored", "now"),
-    [
-        ("tensorflow.one_device:OneDevice", "tensorflow.strategy_engines:TensorFlowOneDevice"),
-        ("tensorflow.multi_worker:AtGivenAddresses", "tensorflow.strategy_engines:AtGivenAddresses"),
-        ("tensorflow.parameter_server:ParameterServer", "tensorflow.ps.parameter_server:TensorFlowParameterServer"),
-        ("tensorflow.ps.parameter_server:ParameterServer", "tensorflow.ps.parameter_server:TensorFlowParameterServer"),
-        ("tensorflow.fit:FitMirrored", "tensorflow.keras_fit:FitMirrored"),
-        ("tensorflow.tpu:TPU", "tensorflow.tpu:TPU"),
-        ("torch.engines.one_device:OneDevice", "torch.engines.base:OneDevice"),
-    ],
-)
-def test_engines_of_older_runs_have_their_names_of_today(stored: str, now: str) -> None:
-    assert current_engine(f"trainwright.strategies.{stored}") == f"trainwright.strategies.{now}"
