@@ -20,7 +20,7 @@ from local_ranks import choose_plan, one_node_cluster
 from problem import CLASSES, FEATURES, data, job
 from torch import nn
 
-from trainwright.core.data import Batch, Cursor, Feed
+from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, Engine, checkpoint_path
 from trainwright.core.frameworks import keep_freed_memory
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest, write_manifest
@@ -95,7 +95,7 @@ def _written(folder: Path, width: int) -> CheckpointRef:
     store, path = open_store(str(folder)), checkpoint_path(1, 1)
     writer = CheckpointWriter(store, RUN, path)
     engine.save(engine.snapshot(), writer)
-    manifest = CheckpointManifest(step=1, cursor=Cursor(), files=writer.entries)
+    manifest = CheckpointManifest(step=1, files=writer.entries)
     replica = engine.replica
     state = {"model": replica.model.state_dict(), "optimizer": replica.optimizer.state_dict()}
     torch.save(state, folder / FILE)

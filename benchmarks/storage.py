@@ -11,7 +11,6 @@ from statistics import median
 
 from figures import Figure
 
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
 from trainwright.reporting import run_views
@@ -178,5 +177,5 @@ def _checkpoint(store: Store, size_bytes: int, run: str = "long", step: int = 1)
     path = checkpoint_path(step, 1)
     writer = CheckpointWriter(store, run, path)
     writer.write("model", bytes(size_bytes))
-    digest = write_manifest(store, run, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
+    digest = write_manifest(store, run, path, CheckpointManifest(step=step, files=writer.entries))
     return CheckpointRef(step=step, path=path, manifest_sha256=digest)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Cursor, fold_seed
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -324,11 +324,6 @@ class StepSchedule:
         """Samples before those of a step, over all epochs and passes."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch * self._epoch_rows + within * self.batch_size
-
-    def cursor(self, step: int) -> Cursor:
-        """Where the batch of global step `step` starts: the pass, and the position in it."""
-        number, position = divmod(self._place(step), self.rows)
-        return Cursor(epoch=number, position=position, lanes=self.order.lanes.count)
 
     def size(self, step: int) -> int:
         """Real samples in the global batch of a step."""

@@ -137,16 +137,6 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cursor:
-    """Where the next batch starts; saved with every checkpoint."""
-
-    epoch: int = 0  # from 0
-    position: int = 0  # samples of this epoch already consumed by committed steps
-    lanes: int = 1  # number of canonical lanes of the index
-    carry: tuple[int, ...] = ()  # state of packers and filters by lane; empty for one-to-one transforms
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrefetchDepth:
     """How far data is prefetched, as tuned so far."""
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, PeakMemory, StepReport
+from trainwright.core.data import Batch, Columns, Feed, MetricSums, PeakMemory, StepReport
 from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
 from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.plan import Plan
@@ -630,13 +630,10 @@ CheckpointChoice = int | Literal["best"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """The content of a checkpoint. `facts` are small values such as metrics and the plan."""
+    """The content of a checkpoint."""
 
     step: int
-    cursor: Cursor
     files: tuple[CheckpointFile, ...]
-    layout: str = "replicated"
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StateWriter(Protocol):

@@ -57,7 +57,6 @@ def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
         kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
         replicas=tuple(sorted(rank for rank, tag in tags.items() if len(tag.pieces) == tag.total)),
         just_in_time=None,
-        layout=tags[0].layout,
         considered=-1,
     )
 
@@ -268,7 +267,6 @@ def _commit_if_complete(turn: Transition) -> None:
             path=upload.path,
             files=upload.files,
             parent=parent,
-            layout=state.checkpoints.layout,
             hold=_paths_to_hold(state, upload.step),
         )
     )

@@ -294,7 +294,6 @@ class Checkpoints:
     head: CheckpointRef | None = None  # newest committed checkpoint
     older: tuple[CheckpointRef, ...] = ()  # earlier checkpoints that the run log still names, newest last
     writers: tuple[int, ...] = ()  # lowest ranks that together hold each piece of the state once
-    layout: str = ""  # layout of the state, as the ranks reported it
     copying: tuple[Literal["upload", "keep"], ...] = ()  # purposes of the snapshot under way
     saved_s: float = 0.0  # when the last checkpoint, or the run, started
     saving_s: float = 0.0  # seconds that the last checkpoint blocked the steps

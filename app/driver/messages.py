@@ -389,7 +389,6 @@ class CommitCheckpoint:
     path: str
     files: tuple[CheckpointFile, ...]
     parent: str
-    layout: str
     hold: tuple[str, ...] = ()
 
 

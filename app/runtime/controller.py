@@ -54,7 +54,7 @@ class RunController:
 
     def __init__(self, setup: RunSetup, *, fresh: bool = False, notes: Sequence[str] = ()) -> None:
         self._setup, self._fresh, self._notes = setup, fresh, notes
-        job, plan = setup.prepared.job, setup.decision.chosen
+        job = setup.prepared.job
         self._journal = setup.event_log()
         self._ledger = RunStore(
             self.store,
@@ -62,8 +62,6 @@ class RunController:
             job=setup.prepared.description,
             keep=job.checkpointing.keep,
             fresh=fresh,
-            cursor=setup.schedule.cursor,
-            facts={"strategy": plan.strategy, "workers": plan.workers},
             note=self.say,
             begin=self._open_journal,
             tell=self.flush,
@@ -125,8 +123,7 @@ class RunController:
                     return effect
                 self._world.carry_out(effect)
                 match effect:
-                    case m.EmitEvent(event=events.Probed(plan=plan) | events.Replanned(plan=plan)):
-                        self._ledger.say(strategy=plan["strategy"])
+                    case m.EmitEvent(event=events.Probed() | events.Replanned()):
                         self._journal.flush_soon()  # so that nothing is measured again
                     case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed() | events.Joined()):
                         self._journal.flush_soon()  # so that who watches sees a failure and a recovery at once

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
 
-from trainwright.core.data import Cursor
 from trainwright.core.engine import (
     OPTIMIZER_PREFIX,
     CheckpointChoice,
@@ -149,7 +148,7 @@ class CheckpointReader:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """Return the stored form of a manifest. `facts` may have None, bools, numbers, strings, lists and mappings."""
+    """Return the stored form of a manifest."""
     return json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True).encode()
 
 
@@ -158,12 +157,7 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
     fields = json.loads(data)
     if fields.pop("format") != _FORMAT:
         raise ValueError("another format version")
-    cursor = fields.pop("cursor")
-    return CheckpointManifest(
-        cursor=Cursor(**{**cursor, "carry": tuple(cursor["carry"])}),
-        files=tuple(CheckpointFile(**item) for item in fields.pop("files")),
-        **fields,
-    )
+    return CheckpointManifest(step=fields["step"], files=tuple(CheckpointFile(**item) for item in fields["files"]))
 
 
 def write_manifest(store: Store, run: str, path: str, manifest: CheckpointManifest) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.driver import messages as m
@@ -17,13 +15,11 @@ from trainwright.storage.run_summary import RunSummary
 
 
 class RunStore:
-    """Run log, checkpoints and heartbeat of one driver. All methods but `say` are called from one storage thread.
+    """Run log, checkpoints and heartbeat of one driver. All methods are called from one storage thread.
 
     Args:
         job: description of the job, kept in every log entry.
         fresh: start again from step 0, without the existing checkpoints.
-        cursor: returns the data position after a number of steps.
-        facts: small values kept in every manifest.
         note: takes a line for the user; called from the storage thread.
         begin: called with the token when this driver owns the run, before it asks for workers; writes the first events
             to storage.
@@ -40,8 +36,6 @@ class RunStore:
         job: Mapping[str, str],
         keep: int,
         fresh: bool,
-        cursor: Callable[[int], Cursor],
-        facts: Mapping[str, Any],
         note: Callable[[str], object],
         begin: Callable[[int], object],
         tell: Callable[[], object],
@@ -50,7 +44,6 @@ class RunStore:
         self._store, self._run = store, run
         self._log = RunLog(store, run)
         self._job, self._keep, self._fresh = dict(job), keep, fresh
-        self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
         self._entry: LogEntry | None = None
@@ -107,19 +100,9 @@ class RunStore:
         except StorageError as error:
             self._note(f"the report and the quarantine of the earlier run could not be deleted: {error.what}")
 
-    def say(self, **facts: Any) -> None:
-        """Add small values to the facts of later manifests."""
-        self._facts = {**self._facts, **facts}
-
     def commit(self, commit: m.CommitCheckpoint) -> m.CheckpointCommitted:
         """Write the manifest, name the checkpoint in the run log, then delete older checkpoints."""
-        manifest = CheckpointManifest(
-            step=commit.step,
-            cursor=self._cursor(commit.step),
-            files=commit.files,
-            layout=commit.layout,
-            facts=self._facts,
-        )
+        manifest = CheckpointManifest(step=commit.step, files=commit.files)
         self._check_files(commit)
         self._tell()
         digest = write_manifest(self._store, self._run, commit.path, manifest)

@@ -15,7 +15,6 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from tests.support.s3_server import KEY, SECRET, S3Bucket
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
 from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
@@ -73,7 +72,7 @@ def test_a_checkpoint_is_committed_read_and_retained(store: Store) -> None:
         path = checkpoint_path(step, token)
         writer = CheckpointWriter(store, "run", path)
         writer.write("shard", b"%d" % step)
-        manifest = CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries)
+        manifest = CheckpointManifest(step=step, files=writer.entries)
         digest = write_manifest(store, "run", path, manifest)
         parent = refs[-1].path if refs else ""
         refs.append(CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent))

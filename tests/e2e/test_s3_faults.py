@@ -16,7 +16,6 @@ from tests.support.faulty_proxy import SKEWED, SLOW_DOWN, Fault, FaultyProxy
 from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
 from trainwright.core import retry
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError, StoreDown
 from trainwright.core.events import Noted
@@ -82,7 +81,7 @@ class Scene:
     def manifest(self, store: Store, step: int, path: str) -> str:
         writer = CheckpointWriter(open_store(f"memory://{self.direct.uri.rpartition('/')[2]}"), RUN, path)
         writer.write("shard", SHARD)
-        return write_manifest(store, RUN, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
+        return write_manifest(store, RUN, path, CheckpointManifest(step=step, files=writer.entries))
 
     def commit(self, store: Store, step: int, path: str) -> CheckpointRef:
         digest = self.manifest(self.direct, step, path)
@@ -367,7 +366,7 @@ def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(scene: Scen
 def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> None:
     notes: list[str] = []
     ledger = RunStore(
-        scene.impatient(), "other", job={}, keep=2, fresh=False, cursor=lambda step: Cursor(), facts={},
+        scene.impatient(), "other", job={}, keep=2, fresh=False,
         note=notes.append, begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
     ledger.acquire()

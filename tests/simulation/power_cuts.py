@@ -23,7 +23,6 @@ import trainwright.storage.run_log
 from tests.simulation.store import Violation
 from tests.support.sample_run import checkpointed, started, stepped
 from trainwright.core import events
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
 from trainwright.reporting.run_history import RunHistory
@@ -149,7 +148,7 @@ def _commit(store: Store, log: Any, token: int, step: int, refs: tuple[Checkpoin
     path = checkpoint_path(step, token)
     writer = CheckpointWriter(store, RUN, path)
     writer.write("model", b"%d" % step)
-    digest = write_manifest(store, RUN, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
+    digest = write_manifest(store, RUN, path, CheckpointManifest(step=step, files=writer.entries))
     ref = CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=refs[-1].path if refs else "")
     entry = log.commit(token, ref, KEEP)
     delete_unreferenced(store, RUN, entry.checkpoints)

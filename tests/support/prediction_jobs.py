@@ -17,7 +17,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.support.torch_engines import Net, adam, feed, loss, one_device
-from trainwright.core.data import Batch, Cursor
+from trainwright.core.data import Batch
 from trainwright.core.engine import checkpoint_path
 from trainwright.driver import messages as m
 from trainwright.runtime.takeover import DriverWatchdog
@@ -78,14 +78,14 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
         engine.train_step(feed(batch(step), step=step))
     store = open_store(job.storage)
     ledger = RunStore(
-        store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
+        store, job.name, job={}, keep=3, fresh=False, note=print,
         begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
     path, named = checkpoint_path(steps, ledger.acquire()), ledger.chain()
     parent = named[-1].path if named else ""
     writer = CheckpointWriter(store, job.name, path)
     engine.save(engine.snapshot(), writer)
-    ledger.commit(m.CommitCheckpoint(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
+    ledger.commit(m.CommitCheckpoint(step=steps, path=path, files=writer.entries, parent=parent))
     ledger.release(m.ReleaseLease(outcome="stopped", step=steps))
     model: nn.Module = engine.replica.model
     return model.eval()

@@ -9,6 +9,7 @@ import numpy as np
 from trainwright.core.data import Feed, FeedAssignment
 from trainwright.datasets import Dataset, table
 from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.sample_order import StepSchedule
 
 
 def ids(rows: int) -> Dataset:
@@ -18,6 +19,13 @@ def ids(rows: int) -> Dataset:
 def stream(dataset: Dataset, rank: int = 0, total: int = 1, ranks: int = 1, **options: Any) -> BatchLoader:
     feeding = FeedAssignment(data_ranks=range(rank, rank + ranks), total=total)
     return BatchLoader(dataset, **{"batch_size": 8, "seed": 5, "feeding": feeding, **options})
+
+
+def place(schedule: StepSchedule, step: int) -> tuple[int, int]:
+    """The pass over the data in which a step's batch starts, and its position there."""
+    epoch, within = divmod(step, schedule.steps_per_epoch)
+    start = epoch * (schedule.epoch_samples or schedule.rows) + within * schedule.batch_size
+    return divmod(start, schedule.rows)
 
 
 def real(feed: Feed) -> list[int]:

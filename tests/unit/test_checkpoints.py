@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointFile, CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
 from trainwright.storage.checkpoints import (
@@ -46,7 +45,7 @@ def save(store: Store, step: int, token: int = 1, parent: str = "") -> Checkpoin
     writer = CheckpointWriter(store, RUN, path)
     for name, data in FILES.items():
         writer.write(name, data + b"%d" % step)
-    manifest = CheckpointManifest(step=step, cursor=Cursor(position=step), files=writer.entries)
+    manifest = CheckpointManifest(step=step, files=writer.entries)
     digest = write_manifest(store, RUN, path, manifest)
     return CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent)
 
@@ -69,7 +68,7 @@ def test_names_sort_by_step() -> None:
 def test_what_was_saved_is_read_back(store: Store) -> None:
     ref = save(store, 7)
     manifest = read_manifest(store, RUN, ref)
-    assert (manifest.step, manifest.cursor) == (7, Cursor(position=7))
+    assert manifest.step == 7
     reader = CheckpointReader(store, RUN, ref, manifest)
     assert set(reader.names()) == set(FILES)
     assert {name: reader.read(name) for name in reader.names()} == {name: data + b"7" for name, data in FILES.items()}
@@ -117,30 +116,14 @@ def test_a_reader_knows_its_files(store: Store) -> None:
         reader.read("other")
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=5,
-)
-
-
 @settings(max_examples=40)
 @given(
     st.builds(
         CheckpointManifest,
         step=st.integers(0),
-        cursor=st.builds(
-            Cursor,
-            epoch=st.integers(0),
-            position=st.integers(0),
-            lanes=st.integers(1),
-            carry=st.lists(st.integers()).map(tuple),
-        ),
         files=st.lists(
             st.builds(CheckpointFile, name=st.text(), size_bytes=st.integers(0), sha256=st.just("0" * 64))
         ).map(tuple),
-        layout=st.text(),
-        facts=st.dictionaries(st.text(), plain),
     )
 )
 def test_a_manifest_round_trips(manifest: CheckpointManifest) -> None:
@@ -332,9 +315,7 @@ def large(store: Store, step: int, files: dict[str, bytes]) -> CheckpointRef:
     writer = CheckpointWriter(store, RUN, checkpoint_path(step, 1))
     for name, data in files.items():
         writer.write(name, data)
-    digest = write_manifest(
-        store, RUN, checkpoint_path(step, 1), CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries)
-    )
+    digest = write_manifest(store, RUN, checkpoint_path(step, 1), CheckpointManifest(step=step, files=writer.entries))
     return CheckpointRef(step=step, path=checkpoint_path(step, 1), manifest_sha256=digest)
 
 

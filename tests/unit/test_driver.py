@@ -64,7 +64,7 @@ def test_a_checkpoint_is_uploaded_while_steps_go_on() -> None:
     assert [call.argument for call in story.calls("run")] == [m.RunRequest(steps=range(4, 8))] * 2
     story.returns("upload", FILES, workers=[0])
     assert story.all(m.CommitCheckpoint) == [
-        m.CommitCheckpoint(step=4, path="checkpoints/00000004-3", files=FILES, parent="", layout="replicated")
+        m.CommitCheckpoint(step=4, path="checkpoints/00000004-3", files=FILES, parent="")
     ]
     done = story.committed(4).emitted(events.Checkpointed)[0]
     assert (done.step, done.size_bytes, done.blocked_s, done.seconds) == (4, 8, 0.1, 2.0)

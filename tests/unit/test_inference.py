@@ -10,7 +10,6 @@ import torch
 
 import trainwright as tw
 from tests.support.torch_engines import Net, one_device, saved
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, JobError
 from trainwright.core.events import Evaluated
@@ -41,7 +40,7 @@ def committed(store: Store, *steps: int) -> list[dict[str, torch.Tensor]]:
         writer = CheckpointWriter(store, "n", path)
         for name, data in saved(engine).files.items():
             writer.write(name, data)
-        digest = write_manifest(store, "n", path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
+        digest = write_manifest(store, "n", path, CheckpointManifest(step=step, files=writer.entries))
         log.commit(token, CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent), keep=9)
         weights.append({name: value.clone() for name, value in engine.replica.model.state_dict().items()})
         parent = path

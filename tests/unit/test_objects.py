@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from tests.support.streams import place
 from trainwright.core import random_state
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
@@ -166,7 +167,7 @@ def streamed(data: Dataset, epochs: int, rank: int = 0, of: int = 1, start: int 
     stream = BatchLoader(data, batch_size=8, epochs=epochs, seed=5, feeding=feeding)
     with stream.feeds(start) as feeds:
         return {
-            (stream.schedule.cursor(feed.step).epoch, row): value
+            (place(stream.schedule, feed.step)[0], row): value
             for feed in feeds
             for batch in feed.parts[0]
             for row, value in zip(batch.columns["row"], batch.columns["x"], strict=True)

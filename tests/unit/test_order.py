@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import place
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError
 from trainwright.datasets.sample_order import (
@@ -207,8 +208,8 @@ def test_shares_hold_every_sample_of_every_step_once(
     shares = [schedule.share(steps, rank, total) for rank in range(total)]
     assert schedule.share_rows(steps, total).tolist() == [len(share.samples) for share in shares]
     for at, number in enumerate(steps):
-        cursor = schedule.cursor(number)
-        expected = order.rows_of(cursor.epoch, cursor.position, cursor.position + schedule.size(number))
+        turn, position = place(schedule, number)
+        expected = order.rows_of(turn, position, position + schedule.size(number))
         parts = [share.samples[share.bounds[at] : share.bounds[at + 1]] for share in shares]
         assert all(len(part) for part in parts)
         real = [part for part, share in zip(parts, shares, strict=True) if share.real[at]]

@@ -20,7 +20,6 @@ import trainwright as tw
 from tests.support.prediction_jobs import columns_of, train
 from tests.support.prediction_jobs import job as trained_job
 from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest as Files
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
@@ -319,9 +318,7 @@ def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> Predict
     engine = one_device()
     engine.transfer(())
     engine.save(engine.snapshot(), writer)
-    sums = write_manifest(
-        store, "n", "checkpoints/00000000-1", Files(step=0, cursor=Cursor(), files=writer.entries, facts={})
-    )
+    sums = write_manifest(store, "n", "checkpoints/00000000-1", Files(step=0, files=writer.entries))
     job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
     fields: dict[str, Any] = {
         "job": pickle_job(job), "plan": plan(engine="trainwright.strategies.torch.engines.base:OneDevice"),

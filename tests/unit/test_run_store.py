@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointFile, checkpoint_path
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.events import Noted
@@ -30,16 +29,15 @@ def ledger(
     tell: Callable[[], object] = list,
 ) -> RunStore:
     return RunStore(
-        open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, cursor=lambda step: Cursor(position=step),
-        facts={}, note=notes.append, begin=begin, tell=tell,
-    )  # fmt: skip
+        open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, note=notes.append, begin=begin, tell=tell
+    )
 
 
 def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.CommitCheckpoint:
     writer = CheckpointWriter(open_store(str(folder)), "run", checkpoint_path(step, 1, again))
     writer.write("state", b"x" * step)
     path = checkpoint_path(step, 1, again)
-    return m.CommitCheckpoint(step=step, path=path, files=writer.entries, parent=parent, layout="replicated")
+    return m.CommitCheckpoint(step=step, path=path, files=writer.entries, parent=parent)
 
 
 def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
@@ -112,7 +110,7 @@ def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> N
     owner = ledger(tmp_path, [])
     owner.acquire()
     elsewhere = CheckpointFile(name="state", size_bytes=3, sha256="0" * 64)
-    wanted = m.CommitCheckpoint(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="", layout="replicated")
+    wanted = m.CommitCheckpoint(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="")
     with pytest.raises(StorageError, match="cannot find the file state") as caught:
         owner.commit(wanted)
     assert "all nodes share" in str(caught.value)

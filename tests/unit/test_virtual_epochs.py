@@ -71,8 +71,6 @@ def test_40_samples_of_10_rows_are_10_batches_of_4_and_a_start_in_the_middle_is_
     assert [len(batch) for batch in batches] == [4] * 20
     assert sorted(row for batch in batches[:5] for row, _ in batch) == sorted([*range(10)] * 2)
     assert fed(virtual, 7) == batches[7:]
-    assert (virtual.schedule.cursor(2).epoch, virtual.schedule.cursor(2).position) == (0, 8)
-    assert (virtual.schedule.cursor(3).epoch, virtual.schedule.cursor(3).position) == (1, 2)
 
 
 def test_drop_last_leaves_out_the_short_batch_of_a_virtual_epoch() -> None:
