@@ -160,7 +160,6 @@ class FeedAssignment:
     data_ranks: range
     total: int
     inputs: bool = True
-    targets: bool = True
 
 
 def clipping_factor(norm: float, largest: float) -> float:

@@ -274,24 +274,20 @@ class Plan:
         return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
     def feed_of(self, worker: int) -> FeedAssignment:
-        """Return which data ranks a worker is fed, and whether it needs inputs and targets.
+        """Return which data ranks a worker is fed, and whether it needs inputs.
 
         A coordinator's rank 0 holds all data ranks and the others none. Servers have none, and a worker that steps
         alone has one to begin with.
         """
-        total, stage = self.mesh.data_ranks, self.mesh.stage_of(worker * self.devices_per_worker)
+        total, device = self.mesh.data_ranks, worker * self.devices_per_worker
         if self.topology == "coordinator":
             return FeedAssignment(data_ranks=range(total if worker == 0 else 0), total=total)
         if self.topology == "independent":
             share = (worker - self.servers) % total
             return FeedAssignment(data_ranks=range(share, share + (worker >= self.servers)), total=total)
-        first = self.mesh.data_rank_of(worker * self.devices_per_worker)
-        return FeedAssignment(
-            data_ranks=range(first, first + self.devices_per_worker),
-            total=total,
-            inputs=stage == 0,
-            targets=stage == loss_stage(self.schedule, stages=self.mesh.pipeline, chunks=self.chunks),
-        )
+        first = self.mesh.data_rank_of(device)
+        ranks = range(first, first + self.devices_per_worker)
+        return FeedAssignment(data_ranks=ranks, total=total, inputs=self.mesh.stage_of(device) == 0)
 
 
 SUMMED_BY: Mapping[str, str] = {

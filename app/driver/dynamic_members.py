@@ -211,13 +211,10 @@ def on_member_answered(turn: Transition, event: m.CallReturned) -> None:
 
 
 def _reserve(turn: Transition, worker: int) -> None:
-    """Have a member bind a port; the port of the process before it at its rank, if the others know it."""
+    """Have a member bind a port."""
     state = turn.state
-    rank = state.membership.rank_of[worker]
-    known = state.dynamic.peers[rank].address if rank < len(state.dynamic.peers) else NO_ADDRESS
-    former = None if known == NO_ADDRESS else known
-    role = state.settings.world.role_of(rank)
-    wanted = ReserveRequest(generation=state.epoch.generation, plan=state.membership.plan, role=role, former=former)
+    role = state.settings.world.role_of(state.membership.rank_of[worker])
+    wanted = ReserveRequest(generation=state.epoch.generation, plan=state.membership.plan, role=role)
     _call(turn, worker, "reserve", wanted)
 
 

@@ -44,7 +44,7 @@ from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Probed
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTransfer
+from trainwright.core.topology import Generation, Role, StalenessCounts, StateTransfer
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "trace", "stop", "interrupt",
@@ -467,9 +467,6 @@ class ReserveRequest:
     # layout rebuilds its engine, and holds no state then.
     plan: Plan | None = None
     role: Role = "worker"  # role that the process will have
-    # address to bind again, of the process that held this rank before in the same epoch, for engines whose members
-    # know fixed addresses; None for any
-    former: Address | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

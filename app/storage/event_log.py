@@ -181,12 +181,6 @@ class EventLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """All events of this driver so far; a long run keeps only some of its steps."""
-        with self._lock:
-            return tuple(self._events.items)
-
     def listen(self, listener: EventListener) -> None:
         """Call `listener.on` with each event, the events so far included.
 

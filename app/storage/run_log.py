@@ -14,6 +14,7 @@ acknowledgement, and the next entry takes the next number.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,28 +57,21 @@ class Owner:
     namespace: str = ""  # namespace of process ids; in another one the same id means another process
     pid: int = 0
     started: int = 0  # when the process started, in the kernel's clock ticks since boot
-    ray_job: str = ""  # Ray's id of the job; empty outside of one
 
     @classmethod
-    def here(cls, *, ray_job: str = "") -> Owner:
+    def here(cls) -> Owner:
         """Return the facts of this process."""
-        return cls._of(os.getpid(), ray_job)
+        return cls._of(os.getpid())
 
     @classmethod
     def parent(cls) -> Owner:
         """Return the facts of the process that started this one."""
-        return cls._of(os.getppid(), "")
+        return cls._of(os.getppid())
 
     @classmethod
-    def _of(cls, pid: int, ray_job: str) -> Owner:
-        return cls(
-            host=socket.gethostname(),
-            boot=_boot(),
-            namespace=_namespace(),
-            pid=pid,
-            started=process_start_ticks(pid) or 0,
-            ray_job=ray_job,
-        )
+    def _of(cls, pid: int) -> Owner:
+        started = process_start_ticks(pid) or 0
+        return cls(host=socket.gethostname(), boot=_boot(), namespace=_namespace(), pid=pid, started=started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host or 'an unknown host'}"
@@ -301,7 +295,6 @@ _TAKEOVER_WAIT_S = 10.0
 _POLL_S = 0.5
 _FORMAT = 1
 _NUMBER = re.compile(r"\d{8}")
-_READERS = 16
 
 _EntryKind = Literal["acquire", "commit", "release"]
 Outcome = Literal["", "done", "stopped", "failed"]
@@ -336,7 +329,7 @@ class LogEntry:
         if fields.pop("format") != _FORMAT:
             raise ValueError("another format version")
         fields["checkpoints"] = tuple(CheckpointRef(**item) for item in fields["checkpoints"])
-        fields["owner"] = Owner(**fields["owner"])
+        fields["owner"] = Owner(**{name: fields["owner"][name] for name in Owner.__dataclass_fields__})
         entry = cls(**fields)
         if entry.kind not in ("acquire", "commit", "release") or not 0 < entry.token <= entry.number:
             raise ValueError("inconsistent")
@@ -348,7 +341,6 @@ class RunLog:
 
     Attributes:
         torn: numbers after the newest entry whose files are torn.
-        hint_error: why the last hint could not be written; None where it was.
 
     Args:
         clock: returns monotonic seconds, for time limits.
@@ -370,7 +362,6 @@ class RunLog:
         self._last: LogEntry | None = None
         self.torn: tuple[int, ...] = ()
         self._top = 0  # the highest number seen, torn entries included
-        self.hint_error: StorageError | None = None
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -390,11 +381,6 @@ class RunLog:
             if not numbers:
                 raise self._no_run(stranger[0])
         return self._newest(numbers) or self._newest(self._numbers(0))
-
-    def entries(self) -> list[LogEntry]:
-        """Return all readable entries, in order. Raises StorageError."""
-        with ThreadPoolExecutor(_READERS) as pool:
-            return [entry for entry in pool.map(self._read, self._numbers(0)) if entry is not None]
 
     def confirm(self, token: int) -> None:
         """Check that no other driver has taken the run over. Raises FencedError, StorageError."""
@@ -552,10 +538,8 @@ class RunLog:
         if not self._store.create(self._path(entry.number), entry.to_json()):
             return False
         self._last = entry
-        try:
+        with contextlib.suppress(StorageError):  # without a new hint only finding the newest entry takes longer
             self._store.put(f"{self._run}/log/HINT", str(entry.number).encode(), sync=False)
-        except StorageError as error:  # without a new hint only finding the newest entry takes longer
-            self.hint_error = error
         return True
 
     # --- takeover -----------------------------------------------------------------------------------------

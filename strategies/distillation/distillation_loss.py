@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.data import Terms
@@ -85,12 +85,6 @@ class DistillationLoss:
     def teacher_of(self, match: Match) -> str:
         """Return the name of the teacher whose layer a match compares."""
         return match.of or (*self.told, *self.joint)[0]
-
-    def alone(self, student: str) -> DistillationLoss:
-        """Return the loss of one student alone, without other students as teachers. Raises JobError."""
-        if student not in self.students:
-            raise JobError([f"there is no student {student!r}: {nearest(student, self.students)}"])
-        return replace(self, students=(student,), mutual=False, joint=())
 
     def said(self, outputs: Any, student: str) -> Any:
         """Return a student's own outputs."""

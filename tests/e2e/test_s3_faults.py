@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.support.faulty_proxy import SKEWED, SLOW_DOWN, Fault, FaultyProxy
+from tests.support.finished_runs import log_entries
 from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
 from trainwright.core import retry
@@ -96,7 +97,7 @@ class Scene:
         return through(self.proxy, self.direct.uri, replace(SHORT, total_s=0.3))
 
     def kinds(self) -> list[str]:
-        return [entry.kind for entry in RunLog(self.direct, RUN).entries()]
+        return [entry.kind for entry in log_entries(self.direct, RUN)]
 
 
 _numbers = itertools.count()

@@ -16,6 +16,7 @@ from torch import nn
 import trainwright as tw
 from tests.support import processes, torch_jobs
 from tests.support.distillation_jobs import adam, cross_entropy, job, narrow, wide
+from tests.support.finished_runs import log_entries
 from trainwright.core.errors import JobError, RunFinished, UserCodeError
 from trainwright.distillation.distillation_job import compose_job
 from trainwright.storage.object_store import open_store
@@ -63,7 +64,7 @@ def breaking(mark: str) -> Callable[[Any, Any], Any]:
 
 
 def drivers(folder: Path, run: str) -> int:
-    return sum(entry.kind == "acquire" for entry in RunLog(open_store(str(folder)), run).entries())
+    return sum(entry.kind == "acquire" for entry in log_entries(open_store(str(folder)), run))
 
 
 def state(run_job: tw.Job) -> dict[str, np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +11,8 @@ from trainwright.core import events
 from trainwright.core.engine import CheckpointRef
 from trainwright.storage.checkpoints import CheckpointReader, newest_intact, read_manifest
 from trainwright.storage.event_files import read_events
-from trainwright.storage.object_store import open_store
-from trainwright.storage.run_log import RunLog
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import LogEntry, RunLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,16 @@ def reader_of(storage: Path | str, run: str, ref: CheckpointRef) -> CheckpointRe
     """A reader of one checkpoint."""
     store = open_store(str(storage))
     return CheckpointReader(store, run, ref, read_manifest(store, run, ref))
+
+
+def log_entries(store: Store, run: str) -> list[LogEntry]:
+    """The entries of the run's log that are not torn, in order."""
+    found = []
+    for path, _ in store.list(f"{run}/log"):
+        if path.endswith(".json"):
+            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
+                found.append(LogEntry.of(json.loads(store.get(path))))
+    return found
 
 
 def told(storage: Path | str, run: str, kind: type[events.Event]) -> list[events.Event]:

@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.support.finished_runs import log_entries, told
 from tests.support.finished_runs import told
 from tests.support.own_signals import signal_self
 from trainwright.core import events
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.storage.object_store import open_store
-from trainwright.storage.run_log import RunLog
 
 ROWS, WIDTH, CLASSES = 203, 64, 4
 
@@ -163,7 +163,7 @@ def _saved(storage: str, run: str, step: int) -> bool:
     saved: Any = told(storage, run, events.Checkpointed)
     if any(event.step >= step for event in saved):
         return True
-    taken_over = (entry for entry in RunLog(open_store(storage), run).entries() if entry.kind == "acquire")
+    taken_over = (entry for entry in log_entries(open_store(storage), run) if entry.kind == "acquire")
     return any(checkpoint.step >= step for entry in taken_over for checkpoint in entry.checkpoints)
 
 

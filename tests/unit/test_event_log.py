@@ -102,7 +102,9 @@ def test_close_gives_up_after_its_patience(store: FakeStore) -> None:
     writer = journal(store)
     writer.write(stepped([1], time_s=1))
     assert not writer.close(patience_s=0.01)
-    assert writer.events[0].kind == "steps"
+    ears = Recorder()
+    writer.listen(ears)
+    assert ears.heard[0].kind == "steps"
 
 
 def test_the_thread_writes_without_being_asked(store: FakeStore) -> None:

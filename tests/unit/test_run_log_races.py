@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.finished_runs import log_entries
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError
 from trainwright.storage.object_store import Store, open_store
@@ -76,7 +77,7 @@ class Model:
             self.expected += [] if again else [(name, token)]
 
     def check(self) -> None:
-        entries = self.logs[0].entries()
+        entries = log_entries(self.store, RUN)
         assert [(entry.kind, entry.token) for entry in entries] == self.expected
         assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
         assert log_of(self.store).head() == (entries[-1] if entries else None)
@@ -120,7 +121,7 @@ def test_threads_that_take_over_and_commit_at_once_never_share_a_number(store: S
 
     with ThreadPoolExecutor(4) as pool:
         told = [entry for entries in pool.map(drive, range(1, 5)) for entry in entries]
-    stored = log_of(store).entries()
+    stored = log_entries(store, RUN)
     assert sorted(told, key=lambda entry: entry.number) == stored
     assert [entry.number for entry in stored] == list(range(1, len(stored) + 1))
     assert [entry.token for entry in stored] == sorted(entry.token for entry in stored)

@@ -81,7 +81,7 @@ def test_each_student_of_a_class_is_as_if_it_were_alone() -> None:
     """From the same start, though they are built one after the other."""
     together = state(trained(StudentModels(builders=BUILDERS, loss=distilled()), distilled()))
     for name, build in BUILDERS.items():
-        alone = state(trained(build, distilled().alone(name)))
+        alone = state(trained(build, distilled(students=(name,))))
         for key, value in alone.items():
             assert torch.allclose(together[f"students.{name}.{key}"], value, rtol=1e-12, atol=1e-14), key
 

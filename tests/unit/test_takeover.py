@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.finished_runs import log_entries
 from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError, OwnedError, StorageError
@@ -210,7 +211,7 @@ def test_of_many_that_acquire_at_once_one_wins(store: Store) -> None:
     for heart in hearts:
         heart.stop()
     assert [entry.token for entry in won] == [2]
-    assert [entry.kind for entry in log_of(store).entries()] == ["acquire", "acquire"]
+    assert [entry.kind for entry in log_entries(store, RUN)] == ["acquire", "acquire"]
 
 
 # --- the heartbeat ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support import processes, torch_jobs
-from tests.support.sample_run import checkpointed, started, stepped, whole_run
+from tests.support.sample_run import Recorder, checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
 from trainwright.core.callbacks import encode_image
@@ -91,7 +91,8 @@ def new_store() -> Store:
 
 def drive(tracker: Any, happened: Sequence[events.Event], store: Store | None = None, **options: Any) -> list[str]:
     """A driver that hears these events; returns the notes in the run."""
-    journal = EventLog(store or new_store(), "demo")
+    journal, ears = EventLog(store or new_store(), "demo"), Recorder()
+    journal.listen(ears)
     tracking = TrackerThread(
         tracker, store or new_store(), "demo", say=lambda text: journal.write(events.Noted(text=text)), **options
     )
@@ -99,7 +100,7 @@ def drive(tracker: Any, happened: Sequence[events.Event], store: Store | None = 
     for event in happened:
         journal.write(event)
     journal.close(patience_s=0)
-    return [event.text for event in journal.events if isinstance(event, events.Noted)]
+    return [event.text for event in ears.heard if isinstance(event, events.Noted)]
 
 
 def test_each_step_once_though_some_were_done_again() -> None:
