@@ -100,7 +100,6 @@ class SimulationResult:
 
     scenario: Scenario  # that was simulated
     seconds: float  # until the last step was applied
-    computed_s: float  # that workers computed, all together, whatever became of it
     waited_s: float  # that workers waited for others: for units and for parameters as fresh as they must be
     busy: float  # part of the time that the busiest of a server's link in, link out and memory was at work
     busiest: str  # which of these that was: `link in`, `link out` or `memory`
@@ -236,7 +235,7 @@ class Simulation:
         self._serial, self._now_s, self._again_s = 0, 0.0, math.inf
         self._idle: dict[str, _Worker] = {}
         self._parked: list[tuple[int, int]] = []  # heap: version that is needed, worker
-        self._staleness, self._computed_s, self._waited_s = StalenessCounts(), 0.0, 0.0
+        self._staleness, self._waited_s = StalenessCounts(), 0.0
         self._again, self._lost = 0, [0, 0]
         self._curve: list[tuple[float, int, tuple[float, ...]]] = []
         self._copy = _Copy()
@@ -307,7 +306,6 @@ class Simulation:
         if self._learner:
             worker.push = ComputedPush(worker.grant.unit, self._learner.held.x)
         computed_s = worker.unit_s * worker.grant.unit.steps * self._noise()
-        self._computed_s += computed_s
         self._at(self._now_s + self._times.pulled_s + computed_s, _COMPUTED, worker)
 
     def _computed(self, worker: _Worker) -> None:
@@ -451,7 +449,7 @@ class Simulation:
         told = self._staleness
         busiest = max(self._queues, key=lambda name: self._queues[name].busy_s)
         return SimulationResult(
-            scenario=self._scenario, seconds=self._now_s, computed_s=self._computed_s, waited_s=self._waited_s,
+            scenario=self._scenario, seconds=self._now_s, waited_s=self._waited_s,
             busy=min(self._queues[busiest].busy_s / self._now_s, 1.0), busiest=busiest,
             staleness=StalenessCounts(counts=told.counts, unit=told.unit, dropped=told.dropped, again=self._again),
             lost=(self._lost[0], self._lost[1]), curve=tuple(self._curve),

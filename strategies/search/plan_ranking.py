@@ -107,7 +107,6 @@ def best_plan(
     question: PlanRequest,
     found: Ranking,
     *,
-    allows: Callable[[Plan], bool] = lambda plan: True,
     asynchronous: bool = False,
     calibration: Calibration | None = None,
 ) -> Plan | None:
@@ -116,13 +115,10 @@ def best_plan(
     `fit`, `plan --cluster` and `rank` take this one.
 
     Args:
-        allows: whether a plan may be taken.
         asynchronous: the job asks for workers that step asynchronously; else they are taken where they are far ahead.
     """
-    allowed = [plan for plan in (found.plans if asynchronous else found.unasked) if allows(plan)]
-    if not allowed:
-        return None
-    return _with_interval(question, simplest_plan(_without_needless_division(allowed)), calibration)
+    plans = found.plans if asynchronous else found.unasked
+    return _with_interval(question, simplest_plan(_without_needless_division(plans)), calibration) if plans else None
 
 
 def nothing_fits(question: PlanRequest, found: Ranking) -> PlanError:
