@@ -48,7 +48,7 @@ def _loss(history: RunHistory) -> dict[str, Any]:
     if points:
         series.append({"name": "evaluation", "colour": "series-2", "points": True})
         tables.append([[step for step, _ in points], _values(value for _, value in points)])
-    shown = _usual_range([*losses, *(value for _, value in points)])
+    shown = usual_range([*losses, *(value for _, value in points)])
     return {"name": "loss", "title": "Loss", "log": True, "range": shown, "series": series, "tables": tables}
 
 
@@ -148,16 +148,6 @@ def _values(values: Iterable[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def _usual_range(values: Sequence[float]) -> list[float | None] | None:
-    """Return limits of the y axis by which a few huge losses, mostly at the start, do not flatten the curve."""
-    ordered = sorted(value for value in values if math.isfinite(value))
-    if len(ordered) < 20:
-        return None
-    low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
-    margin = 0.08 * (high - low)
-    return _values([low - margin, high + 2 * margin]) if high > low else None
-
-
 # --- what static charts need too --------------------------------------------------------------------------------------
 
 
@@ -193,3 +183,13 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         number = counts[last] - counts[first]
         out.append((sums[last] - sums[first]) / number if number else math.nan)
     return out
+
+
+def usual_range(values: Sequence[float]) -> list[float | None] | None:
+    """Return limits of the y axis by which a few huge losses, mostly at the start, do not flatten the curve."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    if len(ordered) < 20:
+        return None
+    low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
+    margin = 0.08 * (high - low)
+    return _values([low - margin, high + 2 * margin]) if high > low else None

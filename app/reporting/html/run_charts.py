@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
-from trainwright.reporting.html.chart_data import binned, metric_names, smooth
+from trainwright.reporting.html.chart_data import binned, metric_names, smooth, usual_range
 from trainwright.reporting.run_history import RunHistory
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _SETTINGS = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
-_WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
+_WIDE, _HALF, _SQUARE = (9.6, 3.3), (4.7, 2.7), (4.6, 4.2)
 _MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
 _LEAST_SHARE = 0.01
 _ROUND_S = [unit * times for unit in (1, 60, 3600, 86400) for times in (1, 2, 5, 10, 20)]  # and more days
@@ -74,7 +74,8 @@ def loss_chart(history: RunHistory) -> str:
         points = [(e.step, e.metrics["loss"]) for e in history.evaluated if "loss" in e.metrics]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=_COLOURS["series-2"], markersize=4, label="evaluation")
-        _clip_outliers(axes, losses + [value for _, value in points])
+        if shown := usual_range(losses + [value for _, value in points]):
+            axes.set_ylim(*shown)
         _mark_incidents(axes, history)
         if points or history.summary.failures:
             _legend(axes)
@@ -223,16 +224,6 @@ def _no_math(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
-    """Limit the y axis so that a few huge losses, mostly at the start, do not flatten the curve."""
-    ordered = sorted(value for value in values if math.isfinite(value))
-    if len(ordered) >= 20:
-        low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
-        margin = 0.08 * (high - low)
-        if high > low:
-            axes.set_ylim(low - margin, high + 2 * margin)
-
-
 def _mark_incidents(axes: Axes, history: RunHistory) -> None:
     for number, failure in enumerate(history.summary.failures):
         label = "failure" if number == 0 else None
@@ -268,9 +259,9 @@ def _svg(
         figure = Figure(figsize=inches, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if inches != _SMALL else 4, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         if not log:
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if inches != _SMALL else 3))
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         draw(axes)
         if axes.get_xscale() != "log":
             axes.set_xlim(left=0)
