@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -12,19 +11,17 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -43,8 +40,8 @@ from trainwright.diagnostics.node_facts import (
     Software,
     StorageResult,
 )
-from trainwright.storage.object_store import Store, open_store
-from trainwright.strategies.common.socket_transport import LOOPBACK, own_host
+from trainwright.storage.object_store import open_store, probe_store
+from trainwright.strategies.common.socket_transport import LOOPBACK, network_interfaces, own_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +358,6 @@ def _is_clock_synchronized() -> bool | None:
 
 
 _RAY_PORTS = (6379, 8265)  # of `ray start --head`: the cluster's own, and the dashboard's
-_SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _INTERFACE_UP = 0x8915, 0x8913, 0x8921, 0x1  # <linux/sockios.h>, <net/if.h>
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -373,7 +369,7 @@ def _probe_network(ray_address: str = "") -> Network:
         address=address,
         ray_address=ray_address,
         resolves=resolve_host(host),
-        interfaces=_network_interfaces(),
+        interfaces=tuple(Interface(name=name, address=own, mtu=mtu) for name, own, mtu in network_interfaces()),
         refused=_refused_binds({LOOPBACK, address}),
         ports=port_range(_RANGE),
         busy=tuple(port for port in _RAY_PORTS if _is_listening(port)),
@@ -387,25 +383,6 @@ def resolve_host(host: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _network_interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces that are up and have an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return tuple(filter(None, (_interface(probe.fileno(), name) for _, name in socket.if_nameindex())))
-
-
-def _interface(probe: int, name: str) -> Interface | None:
-    def ask(what: int) -> bytes:
-        return fcntl.ioctl(probe, what, struct.pack("256s", name.encode()[:15]))
-
-    try:
-        if not struct.unpack_from("H", ask(_SIOCGIFFLAGS), 16)[0] & _INTERFACE_UP:
-            return None
-        address = socket.inet_ntoa(ask(_SIOCGIFADDR)[20:24])
-        return Interface(name=name, address=address, mtu=struct.unpack_from("i", ask(_SIOCGIFMTU), 16)[0])
-    except OSError:
-        return None  # without an IPv4 address
 
 
 def _refused_binds(addresses: Iterable[str]) -> dict[str, str]:
@@ -438,7 +415,6 @@ def _is_listening(port: int) -> bool:
 # --- Storage and paths of data ----------------------------------------------------------------------------------------
 
 
-_Value = TypeVar("_Value")
 _PREFIX = "doctor-"
 _DATA = b"trainwright doctor was here"
 
@@ -447,29 +423,10 @@ def probe_storage(uri: str) -> StorageResult:
     """Create a small file twice, read it and delete it, with about ten seconds for each."""
     try:
         with _without_new_folders(uri):
-            return _probe_store(open_store(uri).impatient(), uri)
+            once, (write_s, read_s, delete_s) = probe_store(open_store(uri).impatient())
+            return StorageResult(uri=uri, creates_once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
     except StorageError as error:
         return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "use another storage")
-
-
-def _probe_store(store: Store, uri: str) -> StorageResult:
-    path = f"{_PREFIX}{uuid.uuid4().hex}"
-    try:
-        created, write_s = _timed(lambda: store.create(path, _DATA))
-        again = store.create(path, b"another")
-        read, read_s = _timed(lambda: store.find(path))
-    except StorageError:
-        with suppress(StorageError):  # the first error is reported
-            store.delete([path])
-        raise
-    _, delete_s = _timed(lambda: store.delete([path]))
-    once = created and not again and read == _DATA
-    return StorageResult(uri=uri, creates_once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
-
-
-def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
-    start = time.perf_counter()
-    return action(), time.perf_counter() - start
 
 
 @contextmanager

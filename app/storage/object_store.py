@@ -11,6 +11,7 @@ import os
 import random
 import secrets
 import shutil
+import time
 import urllib.parse
 import uuid
 from abc import ABC, abstractmethod
@@ -482,10 +483,10 @@ class Store:
     def check(self) -> None:
         """Test within about ten seconds that the store can write, read, delete, and create only once."""
         try:
-            sound = _creates_once(self.impatient())
+            created_once, _ = probe_store(self.impatient())
         except StorageError as error:
             raise StorageError(error.what, where=self._attempts.location(""), remedy=error.remedy) from None
-        if not sound:
+        if not created_once:
             raise StorageError(
                 "a create-only write of this store did not happen exactly once, or could not be read back",
                 where=self._attempts.location(""),
@@ -505,13 +506,23 @@ def _inside(uri: str, path: str) -> str:
     return path
 
 
-def _creates_once(store: Store) -> bool:
-    path = f"probe-{uuid.uuid4().hex}"
-    created = store.create(path, b"probe")
-    again = store.create(path, b"another probe")
-    read = store.find(path)
+def probe_store(store: Store) -> tuple[bool, tuple[float, float, float]]:
+    """Create a small file twice, read it and delete it.
+
+    Returns whether it was created once, and the seconds of writing, reading and deleting.
+    """
+    path, start_s = f"probe-{uuid.uuid4().hex}", time.perf_counter()
+    created, created_s = store.create(path, b"probe"), time.perf_counter()
+    try:
+        again, again_s = store.create(path, b"another probe"), time.perf_counter()
+        read, read_s = store.find(path), time.perf_counter()
+    except StorageError:
+        with suppress(StorageError):  # the first error is reported
+            store.delete([path])
+        raise
     store.delete([path])
-    return created and not again and read == b"probe"
+    seconds = (created_s - start_s, read_s - again_s, time.perf_counter() - read_s)
+    return created and not again and read == b"probe", seconds
 
 
 class _Attempts:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import hashlib
 import hmac
 import os
@@ -22,7 +23,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from trainwright.core.errors import PeerLost
@@ -31,6 +32,7 @@ from trainwright.strategies.common import shared_memory
 
 LOOPBACK = "127.0.0.1"
 _ATTEMPTS = 16  # ports that are tried
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU, _INTERFACE_UP = 0x8913, 0x8915, 0x8921, 0x1  # <linux/sockios.h>, <net/if.h>
 _told: list[str] = []
 
 
@@ -49,6 +51,21 @@ def own_host() -> str:
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
+
+
+def network_interfaces() -> Iterator[tuple[str, str, int]]:
+    """Yield name, address and MTU of each network interface that is up and has an IPv4 address; for Linux alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                flags, address, mtu = (
+                    fcntl.ioctl(probe.fileno(), what, request) for what in (_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU)
+                )
+            except OSError:
+                continue  # without an IPv4 address
+            if struct.unpack_from("H", flags, 16)[0] & _INTERFACE_UP:
+                yield name, socket.inet_ntoa(address[20:24]), struct.unpack_from("i", mtu, 16)[0]
 
 
 def bind_socket(host: str, port: int = 0, *, shared: bool = False) -> socket.socket:

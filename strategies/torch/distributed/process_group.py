@@ -24,7 +24,6 @@ import math
 import os
 import re
 import socket
-import struct
 import sys
 import threading
 import time
@@ -41,7 +40,7 @@ from torch.distributed import ProcessGroup, ReduceOp, TCPStore  # type: ignore[a
 
 from trainwright.core.errors import DeviceError, PeerLost, TrainwrightError
 from trainwright.core.topology import Address, Group
-from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
+from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, network_interfaces, own_host
 from trainwright.strategies.torch.torch_compat import (
     nonblocking_nccl,
     process_groups,
@@ -59,7 +58,6 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-_SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hundredths
@@ -429,16 +427,7 @@ def interface_name(host: str) -> str | None:
     if sys.platform != "linux":
         return None
     wanted = socket.gethostbyname(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == wanted:
-                return name
-    return None
+    return next((name for name, address, _ in network_interfaces() if address == wanted), None)
 
 
 # --- gloo's sockets ---------------------------------------------------------------------------------------------------
