@@ -1,4 +1,4 @@
-"""Alternative plans of a run: candidates to measure before the first step, and plans for fewer or more workers.
+"""Alternative plans of a run: to measure before the first step, for fewer or more workers, and with less memory.
 
 A plan is a candidate if it needs as many workers as the chosen one and its prediction is below the upper end of that
 one's interval; at most `MOST_CANDIDATES`, the best of each strategy. They are measured if that takes at most
@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from trainwright.core.data import PeakMemory
 from trainwright.core.events import Probed
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, PlanConstraints
 from trainwright.driver.rendezvous import PROBE_SECONDS, PROBE_STEPS
-from trainwright.planning.memory_advice import LESS_MEMORY
 from trainwright.strategies import strategies_for
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
 from trainwright.strategies.cost_model.machine_model import Calibration
@@ -23,13 +23,18 @@ from trainwright.strategies.search.plan_ranking import (
     TIE_RATIO,
     best_plan,
     estimate_of,
+    plans_within,
     search_plans,
+    suggest_changes,
 )
 from trainwright.strategies.search.plan_request import PlanRequest
 
 MOST_CANDIDATES = 3
 MEASURING_SHARE = 0.02
 _OF_DEGREES = ("zero", "offload", "sequence", "wire")  # choices that mean nothing under other degrees
+_LESS_MEMORY = 0.9  # of the prediction that was too low, at most, of a plan for a device that ran out of memory
+_MOST_PLANS = 3  # that are named
+_GIB = 2**30
 _RENDEZVOUS_S = 4.0  # assumed before the first one: to form a group, build a model and warm it up
 
 
@@ -158,7 +163,7 @@ class AlternativePlans:
         searched for all of its workers, so that it fits again when lost ones are back. This selector if its plans need
         so much less already; None if no other plan does.
         """
-        room_bytes = int(LESS_MEMORY * plan.memory_bytes)
+        room_bytes = int(_LESS_MEMORY * plan.memory_bytes)
         if not room_bytes or 0 < self.question.room_bytes <= room_bytes:
             return self if room_bytes else None
         pins, names = self._demands()[0]
@@ -233,3 +238,52 @@ def _resized(plan: Plan, workers: int) -> Plan | None:
         return plan.resized(workers)
     except ValueError:
         return None
+
+
+# --- What to say when a device runs out of memory ---------------------------------------------------------------------
+
+
+def explain_out_of_memory(
+    request: PlanRequest, first: Plan, plan: Plan | None, rank: int, memory: PeakMemory | None
+) -> tuple[str, str]:
+    """Return what was predicted and used, and what to do, as texts; both empty where nothing was predicted.
+
+    Another plan is named if it is predicted to need a tenth less than the one that failed, however little that was: the
+    prediction was too low, so that a comparison with the device's memory says nothing.
+
+    Args:
+        request: of the job.
+        first: the plan of the run.
+        plan: under which the device ran out of memory; None for `first`.
+        rank: whose device it was.
+        memory: its peak, if it is known.
+    """
+    failed = plan or first
+    if failed.estimate is None or not failed.estimate.stage_memory_bytes:
+        return "", ""
+    stages = failed.estimate.stage_memory_bytes
+    predicted = stages[min(failed.mesh.stage_of(rank * failed.devices_per_worker), len(stages) - 1)]
+    figures = f"the plan predicted {predicted / _GIB:.3g} GiB"
+    if failed.estimate.device_memory_bytes:
+        figures += f" of the device's {failed.estimate.device_memory_bytes / _GIB:.3g} GiB"
+    if memory is not None:
+        figures += f", and tensors used {memory.allocated_bytes / _GIB:.3g} GiB"
+        figures += f" ({memory.reserved_bytes / _GIB:.3g} GiB reserved)" if memory.reserved_bytes else ""
+    return figures, _remedy(request, failed, int(_LESS_MEMORY * failed.memory_bytes))
+
+
+def _remedy(request: PlanRequest, failed: Plan, room_bytes: int) -> str:
+    """Name the quickest plans of a few strategies that are predicted to take less memory."""
+    found = sorted(plans_within(request, room_bytes), key=lambda plan: estimate_of(plan).step_s)
+    if not found:
+        others = suggest_changes(request)
+        return f"no plan on these nodes needs less memory: {others or 'use a smaller batch_size'}"
+    named = [_described(plan, failed) for plan in found[:_MOST_PLANS]]
+    return f"a plan that needs less memory: {'; or '.join(named)}"
+
+
+def _described(plan: Plan, failed: Plan) -> str:
+    """Return `strategy="sharded", plan="shard=8" (18 GiB, 1.2 times the step time)`."""
+    needs = plan.memory_bytes / _GIB
+    times = estimate_of(plan).step_s / estimate_of(failed).step_s
+    return f'strategy="{plan.strategy}", plan="{plan.text}" ({needs:.3g} GiB, {times:.2g} times the step time)'

@@ -30,11 +30,10 @@ from trainwright.driver.run_policy import (
     RunPolicy,
     WorldPolicy,
 )
-from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
+from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans, explain_out_of_memory
 from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
-from trainwright.planning.memory_advice import explain_out_of_memory
 from trainwright.planning.planner import apply_plan_file
 from trainwright.ray_cluster.discovery import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names

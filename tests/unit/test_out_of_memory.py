@@ -21,8 +21,7 @@ from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.driver.messages import PlanSelector
-from trainwright.planning.alternative_layouts import alternative_plans
-from trainwright.planning.memory_advice import explain_out_of_memory
+from trainwright.planning.alternative_layouts import alternative_plans, explain_out_of_memory
 from trainwright.strategies.search.plan_ranking import estimate_of, plans_within, search_plans
 from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.strategies.torch.engines.base import TorchEngine
