@@ -17,7 +17,7 @@ from trainwright.distillation.distillation_spec import Distillation
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.teacher_delivery import choose_delivery, record_delivery
 from trainwright.distillation.trained_student import Student, students_of
-from trainwright.reporting.html.report_file import write_report
+from trainwright.reporting.html.run_report import write_report
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.runtime.launch import prepare_run, refuse_running
 from trainwright.runtime.run_handle import Run, RunDriver, wait_for_run

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
-from trainwright.reporting.html.report_file import ReportListener
+from trainwright.reporting.html.run_report import ReportListener
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.controller import RunController
 from trainwright.runtime.run_setup import RunSetup

@@ -29,7 +29,7 @@ from tests.support.processes import ROOT
 from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
 from trainwright.reporting import run_views
-from trainwright.reporting.html.report_file import write_report
+from trainwright.reporting.html.run_report import write_report
 from trainwright.runtime import controller, worker_registry
 from trainwright.runtime.takeover import Heartbeats
 from trainwright.storage.checkpoints import CheckpointWriter, newest_intact, write_manifest

@@ -26,8 +26,7 @@ from trainwright.core.callbacks import encode_image
 from trainwright.core.errors import StorageError
 from trainwright.reporting.html.chart_data import smooth
 from trainwright.reporting.html.recovery_timeline import recoveries, run_segments
-from trainwright.reporting.html.report_file import ReportListener
-from trainwright.reporting.html.run_report import render_report, step_bars, summary_html, time_parts
+from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
 from trainwright.reporting.html.templates import render_page, report_policy, sanitized_svg
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory

@@ -1,13 +1,14 @@
-"""The report of a run: collects charts, tables and texts, and fills the template."""
+"""The report of a run: collects charts, tables and texts, fills the template, and writes it beside the checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
-from trainwright.core.events import Event, Failed, Placed
+from trainwright.core.events import Event, Failed, Placed, RunStarted
 from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import RankMemory, rank_memory
@@ -17,12 +18,15 @@ from trainwright.reporting.html.chart_data import chart_data, undrawn_text
 from trainwright.reporting.html.recovery_timeline import recoveries, run_segments, wall_s
 from trainwright.reporting.html.templates import render_report_page, render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
-from trainwright.reporting.run_history import TIME_LABELS, RunHistory, noise_text, step_parts
+from trainwright.reporting.run_history import TIME_LABELS, RunHistory, noise_text, read_history, step_parts
 from trainwright.reporting.scorecard import Scorecard
+from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.run_summary import epoch_of, staleness_of, staleness_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+    from trainwright.storage.object_store import Store
 
 _TIME_COLOURS = {
     "computing": "series-1", "data": "series-4", "start": "series-5", "evaluation": "series-2",
@@ -105,6 +109,35 @@ def render_report_body(history: RunHistory, *, uri: str = "", now_s: float = 0.0
         shown=SHOWN_ROWS,
         duration=formatting.duration,
     )
+
+
+def write_report(
+    store: Store, run: str, *, history: RunHistory | None = None, clock: Callable[[], float] = time.time
+) -> str:
+    """Write `<run>/report.html` from storage, or from `history`, and return its URI. Raises StorageError."""
+    path, history = f"{run}/report.html", history or read_history(store, run)
+    store.put(path, render_report(history, uri=store.uri_of(run), now_s=clock()).encode())
+    return store.uri_of(path)
+
+
+class ReportListener:
+    """An event listener that writes the report when the run has ended, with earlier sessions."""
+
+    def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._run, self._clock = store, run, clock
+        self._started = False
+
+    def on(self, event: Event) -> None:
+        """Remember that the run has started."""
+        self._started = self._started or isinstance(event, RunStarted)
+
+    def close(self) -> None:
+        """Write the report; the events are in storage by now. Raises StorageError."""
+        if self._started:
+            # The driver ends here: no later event will report an outcome.
+            summary = read_run_summary(self._store, self._run)
+            history = RunHistory(summary=summary, state=summary.state(owner_alive=False))
+            write_report(self._store, self._run, history=history, clock=self._clock)
 
 
 def _plan_values(history: RunHistory, plan: Plan | None) -> dict[str, Any]:
