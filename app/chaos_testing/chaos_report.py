@@ -220,8 +220,8 @@ def as_data(report: ChaosReport) -> dict[str, Any]:
         "missed": list(report.missed),
         "leftovers": list(report.leaks),
         "changed": list(report.changed),
-        "goodput": _finite(report.goodput),
-        "unbroken_goodput": _finite(report.unbroken_goodput),
+        "goodput": formatting.finite(report.goodput),
+        "unbroken_goodput": formatting.finite(report.unbroken_goodput),
         "seconds": report.seconds,
         "unbroken_seconds": report.unbroken_seconds,
         "kept": report.storage,
@@ -240,11 +240,6 @@ def _fault_data(cost: FaultCost) -> dict[str, Any]:
         "source": cost.source,
         "checkpoints_skipped": cost.checkpoints_skipped,
     }
-
-
-def _finite(value: float) -> float | None:
-    """Return None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
 
 
 def as_table(report: ChaosReport) -> RenderableType:

@@ -95,6 +95,11 @@ def metric(value: float) -> str:
     return f"{value:.4g}" if value == 0 or abs(value) < 1e-3 or abs(value) >= 1 else f"{value:.4f}"
 
 
+def finite(value: float) -> float | None:
+    """A number for JSON, which has no NaN and no infinity: None for these."""
+    return value if math.isfinite(value) else None
+
+
 def metrics(values: Mapping[str, float | None]) -> str:
     """Metrics in one order everywhere, the loss first: `loss 0.3312, accuracy 0.8812`; `-` where one is not known."""
     names = sorted(values, key=lambda name: (name != "loss", name))

@@ -468,8 +468,7 @@ class SearchResult:
 
     def encode(self) -> bytes:
         """Return the result as JSON, with the conclusion beside it."""
-        gain = self.gain if math.isfinite(self.gain) else None  # JSON has no NaN
-        told = {"sentence": self.sentence, "helped": self.helped, "gain": gain}
+        told = {"sentence": self.sentence, "helped": self.helped, "gain": formatting.finite(self.gain)}
         return json.dumps({**asdict(self), "told": told}, indent=1).encode()
 
     @classmethod

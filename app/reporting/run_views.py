@@ -22,7 +22,6 @@ share a line.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,18 +211,13 @@ def _log_text(event: Event, steps_per_epoch: int) -> str:
     return f"{formatting.timestamp(event.time_s)}  {line.text}{detail}"
 
 
-def _known(value: float) -> float | None:
-    """Return None for NaN, which JSON does not have."""
-    return value if math.isfinite(value) else None
-
-
 def _plain(value: Any) -> Any:
     """Return the value with None for NaN, at any depth."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return _known(value) if isinstance(value, float) else value
+    return formatting.finite(value) if isinstance(value, float) else value
 
 
 def _summary(name: str, history: RunHistory) -> dict[str, Any]:
@@ -233,8 +227,8 @@ def _summary(name: str, history: RunHistory) -> dict[str, Any]:
         "state": history.state,
         "step": summary.step,
         "total_steps": summary.start.total_steps,
-        "loss": _known(history.loss),
-        "metrics": {name: _known(value) for name, value in history.metrics.items()},
+        "loss": formatting.finite(history.loss),
+        "metrics": {name: formatting.finite(value) for name, value in history.metrics.items()},
         "changed_s": summary.last_s,
     }
 
@@ -253,9 +247,9 @@ def run_details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "best": _best(history),
         "epoch": epoch_of(summary.step, start.steps_per_epoch),
         "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
-        "samples_per_s": _known(history.samples_per_s),
-        "mfu": _known(history.mfu),
-        "wait_share": _known(history.wait_share),
+        "samples_per_s": formatting.finite(history.samples_per_s),
+        "mfu": formatting.finite(history.mfu),
+        "wait_share": formatting.finite(history.wait_share),
         "plan": start.plan,
         "plan_line": plan_line(plan) if plan else "",
         "mesh": [dict(zip(mesh.columns, row, strict=True)) for row in mesh.rows] if mesh else [],
@@ -281,7 +275,7 @@ def run_details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
             }
             for recovery in summary.recoveries
         ],
-        "goodput": _known(history.totals.goodput),
+        "goodput": formatting.finite(history.totals.goodput),
         "steps_lost": summary.steps_lost,
         "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
         "step_parts": [asdict(row) for row in step_parts(history, plan)],

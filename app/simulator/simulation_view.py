@@ -8,7 +8,6 @@ without learning the last four are null or empty.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ def _facts(one: SimulationResult, target: float | None) -> dict[str, Any]:
         "learning_rate": one.rates[one.best] if one.rates else None,
         "loss": one.losses[-1][1] if one.losses else None,
         "target_s": one.reaches(target) if target is not None else None,
-        "curve": [[seconds, loss if math.isfinite(loss) else None] for seconds, loss in one.losses],
+        "curve": [[seconds, formatting.finite(loss)] for seconds, loss in one.losses],
     }
 
 

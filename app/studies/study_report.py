@@ -91,8 +91,8 @@ class StudyReport:
     def data(self) -> dict[str, Any]:
         """Return the study for programs."""
         rows = [
-            {"curve": label, "x": x, "mean": _plain(mean.mean), "low": _plain(mean.low), "high": _plain(mean.high),
-             "seeds": mean.count}
+            {"curve": label, "x": x, "mean": formatting.finite(mean.mean), "low": formatting.finite(mean.low),
+             "high": formatting.finite(mean.high), "seeds": mean.count}
             for (label, x), mean in self.means.items()
         ]  # fmt: skip
         predicted = [
@@ -301,7 +301,3 @@ def _figure(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     return formatting.metric(value) if abs(value) < 100 else f"{value:,.0f}"
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
