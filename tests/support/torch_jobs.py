@@ -22,7 +22,6 @@ from torch.nn import functional
 
 import trainwright as tw
 from tests.support.finished_runs import log_entries, told
-from tests.support.finished_runs import told
 from tests.support.own_signals import signal_self
 from trainwright.core import events
 from trainwright.datasets.loading.batch_loader import make_schedule
