@@ -144,10 +144,10 @@ def _list_below(folder: Path, root: Path, seen: frozenset[Path]) -> Iterator[Pat
     """Yield the files below one folder of the root. What git or a walk lists as one entry is listed in turn."""
     seen |= {folder.resolve()}
     for path in _git_entries(folder) if _is_in_repository(folder) else _walk_entries(folder):
-        real = path.resolve()
-        if not path.is_dir() or not real.is_relative_to(root):
+        real = path.resolve() if path.is_dir() else None  # a link to itself has no target
+        if real is None or not real.is_relative_to(root):
             yield path
-        elif real not in seen and not _EXCLUDED & set(path.relative_to(folder).parts):
+        elif real not in seen and not _EXCLUDED & {*path.relative_to(folder).parts, *real.relative_to(root).parts}:
             yield from _list_below(path, root, seen)
 
 
@@ -189,7 +189,7 @@ def _is_included(name: str, path: Path, barred: tuple[Path, ...]) -> bool:
             f"a file's name is not UTF-8: {name!r}", where=str(path.parent),
             remedy="rename the file, or list it in .gitignore",
         )  # fmt: skip
-    return not any(path.absolute().is_relative_to(each) for each in barred)
+    return not any(each.is_relative_to(folder) for folder in barred for each in (path.absolute(), path.resolve()))
 
 
 def _path_in_folder(path: Path, folder: Path) -> str | None:

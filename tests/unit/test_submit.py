@@ -298,6 +298,21 @@ def test_submodules_other_repositories_and_links_to_folders_are_packed(git: bool
     assert {name for name in names if name.startswith(("third", "alias", "clone", "lib/loop", "absent"))} == expected
 
 
+@pytest.mark.parametrize("git", [True, False])
+def test_links_to_runs_to_environments_and_to_themselves_are_not_packed(git: bool, tmp_path: Path) -> None:
+    root = folder(tmp_path / "in")
+    for path in ("runs/exp/checkpoints/weights", ".venv/bin/python"):
+        (root / path).parent.mkdir(parents=True)
+        (root / path).touch()
+    for link, target in (("latest", "runs/exp"), ("env", ".venv"), ("itself", "itself")):
+        (root / link).symlink_to(target)
+    if git:
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+    _, names = packed(root)
+    assert not [name for name in names if name.partition("/")[0] in ("runs", "latest", "env", "itself")]
+    assert "job.py" in names
+
+
 def test_where_git_fails_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = folder(tmp_path)
     (root / ".git").mkdir()
