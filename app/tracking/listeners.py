@@ -470,6 +470,7 @@ _EMPTY = ("", "()", "None")
 _RELEVANT_EVENTS = (
     RunStarted, Formed, Replanned, Probed, Steps, Evaluated, MediaLogged, Checkpointed, RunEnded,
 )  # fmt: skip
+_END_EVENTS = (Checkpointed, RunEnded)  # what the end of a record needs, also where the tracker failed before
 
 
 class TrackerThread:
@@ -503,7 +504,7 @@ class TrackerThread:
 
     def on(self, event: Event) -> None:
         """Queue an event for the thread."""
-        if self._off or not isinstance(event, _RELEVANT_EVENTS):
+        if not isinstance(event, _END_EVENTS if self._off else _RELEVANT_EVENTS):
             return
         with self._change:
             steps = len(event.step) if isinstance(event, Steps) else _MEDIA_STEPS * isinstance(event, MediaLogged)
@@ -532,11 +533,11 @@ class TrackerThread:
             self._say(f"the tracker {self._name} {late}; its last rows may be missing")
 
     def _work(self) -> None:
-        try:
-            while (events := self._next()) is not None:
+        while (events := self._next()) is not None:
+            try:
                 self._tell(events)
-        except Exception as error:  # a tracker may raise any exception
-            self._switch_off("failed and is switched off; training continues", error)
+            except Exception as error:  # a tracker may raise any exception
+                self._switch_off("failed and is switched off; training continues", error)
         try:
             if self._begun:
                 self._tracker.end(self._taken.ending(self._store, self._run))
@@ -544,6 +545,8 @@ class TrackerThread:
             self._switch_off("could not finish its record", error)
 
     def _switch_off(self, what: str, error: Exception) -> None:
+        if self._off:
+            return  # that it failed, or was late, was reported
         self._off = True
         cause = redact(f"{type(error).__name__}: {error}".strip())
         self._say(f"the tracker {self._name} {what}: {cause[:500]}")

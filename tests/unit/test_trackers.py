@@ -147,6 +147,7 @@ def test_one_that_fails_is_switched_off_once_and_tells_no_secret() -> None:
         "the tracker Broken failed and is switched off; training continues: RuntimeError: no way to http://me:***@track"
     )
     assert SECRET not in note and broken.calls == ["begin", "end"]
+    assert broken.ending.state == "done" and "checkpoint" in broken.ending.links, "it hears how the run ended"
 
 
 def test_one_that_cannot_end_says_so_and_one_that_could_not_begin_is_not_ended() -> None:
