@@ -111,7 +111,8 @@ class ParallelRuns:
         self._fresh, self._verbose = fresh, verbose
         self._on_start, self._on_end, self._on_error = on_start, on_end, on_error
         if parts is not None:
-            parts = min(parts, _share_count(cluster, max((_least_workers(each.job) for each in waiting), default=1)))
+            workers = max((_least_workers(each.job) for each in waiting), default=1)
+            parts = min(parts, _share_count(cluster, workers))
         self._free = split_cluster(cluster, parts or len(waiting))
         self._large: list[PreparedJob] = []
         self._running: dict[Run, Cluster] = {}
@@ -221,8 +222,13 @@ def _least_workers(job: Job) -> int:
 
 def _share_count(cluster: Cluster, workers: int) -> int:
     """Return how many shares of a cluster have an accelerator, or a CPU, for each of so many workers; 1 or more."""
-    rooms = [node.accelerators or int(node.cpus) for node in _training_nodes(cluster)]
-    return max(1, sum(room // workers for room in rooms) or sum(rooms) // workers)
+    devices = [_device_count(node) for node in _training_nodes(cluster)]
+    return max(1, sum(each // workers for each in devices) or sum(devices) // workers)
+
+
+def _device_count(node: Node) -> int:
+    """Return the accelerators of a node, or its CPUs if it has none."""
+    return node.accelerators or int(node.cpus)
 
 
 def _training_nodes(cluster: Cluster) -> list[Node]:
@@ -242,13 +248,15 @@ def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
     nodes = _training_nodes(cluster)
     if wanted <= len(nodes):
         return [Cluster(nodes=tuple(nodes[first::wanted])) for first in range(wanted)]
-    parts = [wanted // len(nodes) + (number < wanted % len(nodes)) for number in range(len(nodes))]
+    parts, devices = [1] * len(nodes), [_device_count(node) for node in nodes]
+    for _ in range(wanted - len(nodes)):
+        parts[max(range(len(nodes)), key=lambda number: devices[number] / (parts[number] + 1))] += 1
     return [Cluster(nodes=(part,)) for node, number in zip(nodes, parts, strict=True) for part in _parts(node, number)]
 
 
 def _parts(node: Node, wanted: int) -> list[Node]:
     """Return equal parts of a node, each with an accelerator, or with a CPU if there are no accelerators."""
-    number = max(1, min(wanted, node.accelerators or int(node.cpus)))
+    number = max(1, min(wanted, _device_count(node)))
     part = replace(
         node,
         cpus=node.cpus / number,

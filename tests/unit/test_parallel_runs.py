@@ -48,6 +48,7 @@ def test_without_accelerators_a_share_has_a_cpu_or_more() -> None:
         ("1x2xCPU", {"workers": 4}, [2]),
         ("2x3xH100-80GB", {"workers": 2}, [3, 3]),
         ("1x4xH100-80GB", {}, [1] * 4),
+        ("1x8xH100-80GB+1x2xH100-80GB", {"workers": 2}, [2] * 5),
     ],
 )
 def test_as_many_runs_at_a_time_as_have_an_accelerator_or_a_cpu_for_each_worker(
