@@ -257,7 +257,7 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 
 
 def _check_batch_norm(prepared: PreparedJob, profile: ModelProfile, plan: Plan) -> None:
-    """Refuse batches that leave a batch norm too few rows for a variance: the first, or the last of an epoch.
+    """Refuse batches that leave a batch norm too few rows for a variance, such as the last of an epoch.
 
     Raises:
         JobError: there is one.
@@ -267,7 +267,8 @@ def _check_batch_norm(prepared: PreparedJob, profile: ModelProfile, plan: Plan) 
     job, schedule = prepared.job, make_schedule(prepared.train, **prepared.job.ordering())
     parts, _ = plan.micro_batches(job.batch_size)
     ranks = 1 if job.training.batch_norm == "sync" else plan.mesh.data_ranks
-    for step in (0, prepared.steps_per_epoch - 1):
+    last, lanes = prepared.steps_per_epoch - 1, schedule.order.lanes.count
+    for step in (*range(min(last, lanes)), last):  # full batches have the same shares again after so many lanes
         own, size = int(schedule.share_rows(range(step, step + 1), ranks).min()), schedule.size(step)
         if own < profile.least_rows * parts:
             what = f"a batch of {formatting.count(size, 'row')} leaves a data rank {own // parts} for a micro-batch"

@@ -187,10 +187,25 @@ def frozen() -> nn.Module:
             "of 2 rows .*: set a larger batch_size",
         ),
         ({"model": vectors, "batch_size": 31, "plan": "dp=2", "workers": 2, "batch_norm": "sync"}, ""),
+        (
+            {"model": vectors, "batch_size": 7, "plan": "dp=3", "workers": 3, "drop_last": True},
+            "of 7 rows leaves a data rank 1 .*: set a larger batch_size",
+        ),
         ({"model": vectors, "batch_size": 61, "accumulation": 2}, "a batch of 3 rows leaves a data rank 1"),
         ({"model": vectors, "batch_size": 60, "accumulation": 2}, ""),
     ],
-    ids=["one row", "left out", "maps", "frozen", "two ranks", "each batch", "sync", "micro-batches", "two rows"],
+    ids=[
+        "one row",
+        "left out",
+        "maps",
+        "frozen",
+        "two ranks",
+        "each batch",
+        "sync",
+        "second batch",
+        "micro-batches",
+        "two rows",
+    ],
 )
 def test_a_batch_that_is_too_small_for_a_batch_norm_of_vectors_is_refused(
     fields: dict[str, Any], refused: str, tmp_path: Path
