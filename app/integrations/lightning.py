@@ -41,7 +41,8 @@ _KEPT = {
 }  # fmt: skip
 # The same of a data module.
 _KEPT_OF_DATA = _KEPT | {
-    "teardown", "on_exception", "state_dict", "load_state_dict", "save_hyperparameters", "from_datasets", "load_from_checkpoint",
+    "teardown", "on_exception", "state_dict", "load_state_dict", "save_hyperparameters", "from_datasets",
+    "load_from_checkpoint",
 }  # fmt: skip
 # Attributes of a module that a Trainer gives a meaning to.
 _OF_TRAINER = {
