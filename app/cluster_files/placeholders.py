@@ -131,7 +131,8 @@ def _replace_value(line: str, name: str, value: str) -> str:
     if not value or not value.isprintable() or (sbatch and not re.fullmatch(r"(?!~)[^\s#'\"\\$]+", value)):
         raise ClusterFileError(
             f"{value!r} is not a valid value here", where=f"--set {name}",
-            remedy="leave out spaces, quotes, #, \\, $ and a leading ~, which sbatch does not expand" if sbatch else "give one line of text that is not empty",
+            remedy="leave out spaces, quotes, #, \\, $ and a leading ~, which sbatch does not expand" if sbatch
+            else "give one line of text that is not empty",
         )  # fmt: skip
     return parts.holding(value) + ("\n" if line.endswith("\n") else "")
 

@@ -117,7 +117,8 @@ def test_a_script_expands_home_and_variables_and_runs_nothing(value: str, become
 
 @pytest.mark.parametrize(
     ("text", "name", "value"),
-    [(BATCH, "nodes", "3 4"), (BATCH, "nodes", ""), (BATCH, "job", "a\nb"), ("# CHANGE n: x\nn: 1\n", "n", "many"),
+    [(BATCH, "nodes", "3 4"), (BATCH, "nodes", ""), (BATCH, "nodes", "~/3"), (BATCH, "nodes", "$N"),
+     (BATCH, "job", "a\nb"), ("# CHANGE n: x\nn: 1\n", "n", "many"),
      ("# CHANGE n: x\nn: 1\n", "n", "1: 2"), ("# CHANGE n: x\nn: 1\n", "n", "[1"),
      ("# CHANGE n: x\nn: 1\n", "n", "2 # a"),
      ("# CHANGE a: x\na: b\n", "a", "")],
