@@ -102,7 +102,7 @@ TEN = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "moments", [[while_recovering, while_taking_over], pytest.param(TEN, marks=pytest.mark.soak)], ids=["two", "ten"]
+    "moments", [[while_taking_over], pytest.param(TEN, marks=pytest.mark.soak)], ids=["one", "ten"]
 )
 def test_a_driver_that_stood_still_harms_nothing(
     moments: list[Callable[[Stalls], None]],
@@ -112,7 +112,7 @@ def test_a_driver_that_stood_still_harms_nothing(
     ray_cluster: None,
 ) -> None:
     steps = 5 if while_saving in moments else 1000
-    step_s = STEP_S * len(moments) / 3
+    step_s = STEP_S * max(len(moments), 2) / 3
     file = processes.write_job(tmp_path, folder, step_s=step_s, checkpoint_steps=steps, keep=50, workers=2)
     with ExitStack() as stack:
 
