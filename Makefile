@@ -81,8 +81,9 @@ format: setup ## let ruff mend what it can
 	@$(BIN)/ruff format $(CODE)
 
 .PHONY: soak
-soak: setup ## the longest tests, then half an hour under random faults; MINUTES=5 for less
-	@$(PYTEST) -m soak
+soak: setup ## the longest tests (of nodes as root), then half an hour under random faults; MINUTES=5 for less
+	@$(PYTEST) -m "soak and not nodes"
+	@$(PYTEST) -n 2 -m "soak and nodes"
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 .PHONY: matrix
