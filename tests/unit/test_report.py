@@ -84,6 +84,16 @@ def test_says_what_a_reader_looks_for() -> None:
         assert said in html, said
 
 
+def test_options_at_their_defaults_are_folded() -> None:
+    first = replace(started(), job={"name": "demo", "clip_norm": "None", "pad": "", "failures": "7", "old": "x"})
+    html = render_report(RunHistory.fold([first, *whole_run()[1:]]), **FACTS)
+    shown, _, rest = (
+        html.partition("<h2>Configuration</h2>")[2].partition("<h2>Versions</h2>")[0].partition("<details>")
+    )
+    assert [name for name in first.job if f"<th>{name}</th>" in shown] == ["name", "failures", "old"]
+    assert [name for name in first.job if f"<th>{name}</th>" in rest] == ["clip_norm", "pad"]
+
+
 def test_logged_values_have_a_chart_each() -> None:
     logging = replace(stepped([21, 22], time_s=140), logged={"kl<1>": [-0.5, float("nan")]})
     charts = data_of(render_report(RunHistory.fold([*whole_run(), logging]), **FACTS))["charts"]

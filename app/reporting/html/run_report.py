@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, Placed, RunStarted
+from trainwright.core.job import GROUP_OF, Job
 from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import RankMemory, rank_memory
@@ -102,13 +103,21 @@ def render_report_body(history: RunHistory, *, uri: str = "", now_s: float = 0.0
         memory=[_memory_cells(each) for each in rank_memory(plan, summary.memory)],
         traces=[(trace.rank, trace.node, trace.steps, trace.path) for trace in summary.traces.values()],
         viewers=[*dict.fromkeys(trace.viewer for trace in summary.traces.values())],
-        configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
+        **_configuration(start),
         versions=sorted(start.versions.items()),
         uri=uri,
         made=_utc(now_s) if history.state != "running" else "",
         shown=SHOWN_ROWS,
         duration=formatting.duration,
     )
+
+
+def _configuration(start: RunStarted) -> dict[str, list[tuple[str, str]]]:
+    """Return the fields of the job in order, those that have their defaults apart."""
+    fields = sorted((name, str(value)) for name, value in start.shown_job.items())
+    usual = {name: str(Job.default(name)) for name in GROUP_OF}
+    defaults = [(name, text) for name, text in fields if text in ("", usual.get(name))]
+    return {"configuration": [each for each in fields if each not in defaults], "defaults": defaults}
 
 
 def write_report(
