@@ -136,7 +136,7 @@ Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, tuple[str, Damage | None, str]] = {
     "torn manifest": (MANIFEST, lambda data: data[: len(data) // 2], "manifest is torn or altered"),
     "empty manifest": (MANIFEST, lambda data: b"", "manifest is torn or altered"),
-    "altered manifest": (MANIFEST, lambda data: data.replace(b'"position": 30', b'"position": 31'), "manifest is torn"),
+    "altered manifest": (MANIFEST, lambda data: data.replace(b'"step": 30', b'"step": 31'), "manifest is torn"),
     "missing manifest": (MANIFEST, None, r"MANIFEST\.json is missing"),
     "truncated shard": ("shard-0.bin", lambda data: data[:-1], r"shard-0\.bin is torn: it has 1001 bytes, not 1002"),
     "grown shard": ("shard-0.bin", lambda data: data + b"0", r"shard-0\.bin is torn: it has 1003 bytes"),

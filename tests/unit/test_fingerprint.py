@@ -338,28 +338,28 @@ MODELS = StudentModels(
 @pytest.mark.parametrize(
     ("value", "stored"),
     [
-        (tw.schedules.cosine, "97761ae81c29"),
-        (functools.partial(tw.schedules.linear, warmup=0.1), "3f2a4a5e15f9"),
-        (decode_image("image", 32), "f783aa99792d"),
-        (TEXTS.tokenize().functions, "e4d2dd4940fa3726"),
-        (TEXTS.tokenize(str, "text", to="t", end=3, cpus=1.0).functions, "ebfac672f9b304ed"),
-        (TEXTS.tokenize().pack(4).functions, "e4d2dd4940fa3726"),
-        (OFFLINE, "af30993e41c2b5e5"),
+        (tw.schedules.cosine, "609097ce8f94"),
+        (functools.partial(tw.schedules.linear, warmup=0.1), "860f46c2278f"),
+        (decode_image("image", 32), "02b6b54a125e"),
+        (TEXTS.tokenize().functions, "5be6bc66e87cce48"),
+        (TEXTS.tokenize(str, "text", to="t", end=3, cpus=1.0).functions, "c751fdb9d2f039da"),
+        (TEXTS.tokenize().pack(4).functions, "5be6bc66e87cce48"),
+        (OFFLINE, "dbf9d3ec0a792e0f"),
         (
             DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("x",), inline={"t": RUNNER}),
-            "0a20cca0af0aaac7",
+            "a3e2b1829428efa6",
         ),
-        (SEVERAL, "ee374917d4b3fba7"),
-        (student_metrics({"accuracy": operator.eq}, OFFLINE), "794d181f17a49de6"),
-        (MODELS, "aeb7eed713f9dab8"),
-        (LABELLED.beside(BESIDE.map_batches(READER)).functions, "a02a2f4280476d5f"),
+        (SEVERAL, "cc732c3b82e5b264"),
+        (student_metrics({"accuracy": operator.eq}, OFFLINE), "4e9749732d14d527"),
+        (MODELS, "83ffd6d6d40d53bc"),
+        (LABELLED.beside(BESIDE.map_batches(READER)).functions, "e5ec1eb6bc405cc0"),
         (
             LABELLED.map_batches(
                 TeacherActor, cpus=1.0, fn_constructor_args=(TeacherRunner(teacher=TEACHER, sha256="0" * 64),)
             ).functions,
-            "08180b32e717b469",
+            "272e06b4e87b1a6e",
         ),
-        (_TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "2c1dde5fbd1545b7"),
+        (_TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "0a71b5a8db1c216d"),
     ],
     ids=[
         "schedule", "partial schedule", "images", "tokenize", "tokenize by a function",
@@ -380,10 +380,10 @@ def test_the_description_of_a_distillation_is_the_stored_one() -> None:
         metrics=student_metrics({"accuracy": operator.eq}, OFFLINE), batch_size=1,
     )  # fmt: skip
     words = describe(job, train=job.train.index())
-    assert words["model"] == "Students [aeb7eed7]"
-    assert words["loss"] == "Distilled [af30993e]"
-    assert words["metrics"] == "accuracy=Judged [dd327f23]"
-    assert words["train"].endswith("data 8f58c315, functions c1f97357")
+    assert words["model"] == "StudentModels [83ffd6d6]"
+    assert words["loss"] == "DistillationLoss [dbf9d3ec]"
+    assert words["metrics"] == "accuracy=StudentMetric [a15fb0a7]"
+    assert words["train"].endswith("data 8f58c315, functions 977cb152")
 
 
 def test_what_is_cached_when_it_is_first_used_is_no_change() -> None:

@@ -83,7 +83,8 @@ def test_metrics_of_each_student() -> None:
     assert {name: metric(outputs, targets).tolist() for name, metric in found.items()} == {
         "one/accuracy": [True, True], "two/accuracy": [False, False],
     }  # fmt: skip
-    assert list(student_metrics({"accuracy": right}, pair.alone("one"))) == ["accuracy"]
+    alone = DistillationLoss(soft=SoftLoss(), hard=torch_hard, targets=TWO, labels=("y",), teachers=("big",))
+    assert list(student_metrics({"accuracy": right}, alone)) == ["accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,11 @@ def new_store() -> Store:
 def drive(tracker: Any, happened: Sequence[events.Event], store: Store | None = None, **options: Any) -> list[str]:
     """A driver that hears these events; returns the notes in the run."""
     journal, ears = EventLog(store or new_store(), "demo"), Recorder()
-    journal.listen(ears)
     tracking = TrackerThread(
         tracker, store or new_store(), "demo", say=lambda text: journal.write(events.Noted(text=text)), **options
     )
-    journal.listen(tracking)
+    for listener in (tracking, ears):  # who listens last is closed last, and hears how the tracker ends
+        journal.listen(listener)
     for event in happened:
         journal.write(event)
     journal.close(patience_s=0)
