@@ -65,7 +65,7 @@ class Data(_OptionGroup):
             data set as arrays and returns a dict of arrays or tensors, which inputs and targets name.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
             of passes over the data. A batch may hold the end of one pass and the beginning of the next.
-        shuffle: whether the training order changes with each epoch.
+        shuffle: whether rows are shuffled for each epoch of training; otherwise they come as they are stored.
         shuffle_window: rows that are permuted together; by default as many as fit a reader's memory. `trainwright data
             inspect` measures the quality.
         drop_last: leave out the short last batch of an epoch.
