@@ -430,7 +430,7 @@ def arrays_from_table(data: Any) -> Arrays:
         arrays = {name: _array_from_pandas(data[key], f"column {name!r}") for name, key in pairs}
     else:
         raise DataError(
-            f"a {type(data).__name__} is no table",
+            f"a {type(data).__name__} is not a table",
             remedy="give a dict of arrays, a pandas DataFrame or a pyarrow.Table",
         )
     lengths = {name: len(array) for name, array in arrays.items()}

@@ -110,14 +110,16 @@ class Dataset:
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
-                raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
+                raise DataError(
+                    f"{name}={need} is not a number of {name}", remedy="use 0 to run in the worker, or more than 0"
+                )
         if (cpus or gpus) and not isinstance(self.source, SampledSource):
             self.need_rows_by_number("map_batches on Ray Data")
         if isinstance(function, type) and StatefulFunction.fits(function):
             function = StatefulFunction.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
         elif fn_constructor_args or fn_constructor_kwargs:
             raise DataError(
-                f"the transform {function_name(function)} is no class whose objects can be called",
+                f"the transform {function_name(function)} is not a class whose objects can be called",
                 where="fn_constructor_args, fn_constructor_kwargs",
                 remedy="give a class with a method __call__(columns), not an object of it; or use functools.partial",
             )

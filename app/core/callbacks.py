@@ -17,7 +17,7 @@ from trainwright.core.random_state import GENERATORS_LOCK
 from trainwright.core.redaction import redact
 
 _METHODS = ("after_step", "after_epoch", "after_evaluation", "after_checkpoint", "after_recovery")
-_REMEDY = "mend the callback, then resume the run (resume=True): it goes on from the last checkpoint"
+_REMEDY = "correct the callback, then resume the run (resume=True): it goes on from the last checkpoint"
 
 
 class CallbackContext:
@@ -112,7 +112,7 @@ class Callbacks:
         epoch_steps: int,
         emit: Callable[[MediaLogged], object],
     ) -> None:
-        with user_code("callbacks()", "mend the function"):
+        with user_code("callbacks()", "correct the function"):
             self._callbacks = _checked(make())
         self._show_model, self._epoch_steps, self._emit = show_model, epoch_steps, emit
         self._called = 0  # newest step whose calls have returned
@@ -224,7 +224,7 @@ def encode_image(name: str, image: Any) -> dict[str, Any]:
         try:
             image = Image.open(io.BytesIO(image))
         except OSError as error:
-            raise JobError([f"log_image({name!r}): these bytes are no image file that Pillow can read"]) from error
+            raise JobError([f"log_image({name!r}): these bytes are not an image file that Pillow can read"]) from error
     if not isinstance(image, Image.Image):
         image = _from_array(name, image, Image)
     encoded = io.BytesIO()
@@ -250,7 +250,7 @@ def _from_array(name: str, image: Any, pillow: Any) -> Any:
     if pixels.dtype == object or pixels.ndim != 3 or pixels.shape[2] not in _MODES or not pixels.size:
         shape = f" of shape {tuple(np.shape(image))}" if hasattr(image, "shape") else ""
         wanted = "(height, width), (height, width, 1, 3 or 4) or (1, 3 or 4, height, width)"
-        raise JobError([f"log_image({name!r}): {_kind(image)}{shape} is no image: give an array {wanted}"])
+        raise JobError([f"log_image({name!r}): {_kind(image)}{shape} is not an image: give an array {wanted}"])
     if np.issubdtype(pixels.dtype, np.floating):
         least, most = pixels.min(), pixels.max()
         if not (least >= -1e-6 and most <= 1 + 1e-6):

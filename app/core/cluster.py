@@ -271,7 +271,7 @@ class Cluster:
             found = _PART.fullmatch(part)
             if found is None or not int(found["each"]) or found["nodes"] == "0":
                 raise ResourceError(
-                    f"{part!r} is no cluster", where=text, remedy="write nodes x accelerators x kind: 4x8xH100-80GB"
+                    f"{part!r} is not a cluster", where=text, remedy="write nodes x accelerators x kind: 4x8xH100-80GB"
                 )
             network = float(found["network"] or 0) * 1e9 / 8
             for _ in range(int(found["nodes"] or 1)):

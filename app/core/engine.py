@@ -69,7 +69,7 @@ class Pad:
         if self.length is not None and self.length < 1:
             problems.append(f"Pad(length={self.length}): use 1 or more, or None for the longest row")
         if self.length is not None and self.length % max(self.multiple, 1):
-            problems.append(f"Pad(length={self.length}) is no multiple of {self.multiple}: leave multiple= out")
+            problems.append(f"Pad(length={self.length}) is not a multiple of {self.multiple}: leave multiple= out")
         if problems:
             raise JobError(problems)
 
@@ -239,7 +239,7 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
         raise UserCodeError(
             f"collate= raised {type(error).__name__}: {error}",
             where=where,
-            remedy="mend the function, or the rows it was given",
+            remedy="correct the function, or the rows it was given",
             detail=user_traceback(error),
         ) from None
     if not isinstance(result, Mapping):

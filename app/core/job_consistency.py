@@ -79,7 +79,7 @@ def _schedule_problems(job: Job) -> list[str]:
     if job.evaluate is None:
         problems.append(f"schedule_metric={metric!r} is computed on the evaluation set: set evaluate=")
     if metric not in known:
-        problems.append(f"schedule_metric={metric!r} is no metric of the job: {nearest(metric, known)}")
+        problems.append(f"schedule_metric={metric!r} is not a metric of the job: {nearest(metric, known)}")
     if training.schedule_by == "epoch":
         problems.append('schedule_metric= counts evaluations: leave schedule_by="epoch" out, and set evaluate_epochs=')
     return problems

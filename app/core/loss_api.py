@@ -129,8 +129,8 @@ def log(name: str, value: Any) -> None:
         value: a number, a torch tensor () or (samples, ...), or `Terms`; no gradient flows through it.
 
     Raises:
-        JobError: the name is new, or is that of a metric or of a column of the history; the value is no tensor with a
-            row for each sample; or the model is a TensorFlow model.
+        JobError: the name is new, or is that of a metric or of a column of the history; the value is not a tensor with
+            a row for each sample; or the model is a TensorFlow model.
     """
     current = _log_function.get()
     if current is not None:

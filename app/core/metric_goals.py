@@ -97,7 +97,7 @@ def best_text(goal: str, best: Evaluated) -> str:
 def check_goals(goals: Mapping[str, str], metrics: Collection[str]) -> None:
     """Check that the goals of some options, by option, name evaluated metrics. Raises JobError."""
     problems = [
-        f"{option}={goal!r} is no evaluated metric: {nearest(metric_name(goal), metrics)}"
+        f"{option}={goal!r} is not an evaluated metric: {nearest(metric_name(goal), metrics)}"
         for option, goal in goals.items()
         if metric_name(goal) not in metrics
     ]

@@ -24,7 +24,7 @@ from trainwright.core.data import MetricSums
 from trainwright.core.errors import JobError, user_code
 from trainwright.core.loss_api import is_keras_function, outputs_first
 
-_REMEDY = "mend the metric"
+_REMEDY = "correct the metric"
 _PROTOCOL = "give a class, or a function without arguments, whose objects have update(outputs, targets), compute()"
 _SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": lambda one, other: one + other,
@@ -171,7 +171,7 @@ def sum_problem(variables: Sequence[Any], none: Sequence[Any], once: Sequence[An
         return f"the metric has no variables of Keras, {said}"
     for variable, before, first, second in zip(variables, none, once, twice, strict=True):
         if np.any(before) or not np.allclose(second, 2 * np.asarray(first, np.float64), rtol=1e-3, equal_nan=True):
-            return f"metric variable {variable.path!r} is no sum over batches, {said}"
+            return f"metric variable {variable.path!r} is not a sum over batches, {said}"
     return ""
 
 
@@ -253,8 +253,8 @@ def _merge_torchmetrics(what: str, first: Any, others: Sequence[Any]) -> None:
                 continue
             merge = _SUMS.get(getattr(reduction, "__name__", ""))
             if merge is None:
-                raise JobError([f"{what} keeps {state!r}, which is no sum, minimum, maximum or list over samples: use "
-                                "a metric with such states, or one with merge(other)"])  # fmt: skip
+                raise JobError([f"{what} keeps {state!r}, which is not a sum, minimum, maximum or list over samples: "
+                                "use a metric with such states, or one with merge(other)"])  # fmt: skip
             setattr(first, state, merge(one, more))
 
 

@@ -267,7 +267,9 @@ class Plan:
         replica = self.mesh.size // self.mesh.data
         data, rest = divmod(workers * self.devices_per_worker, replica)
         if rest or not data:
-            raise ValueError(f"the devices of {workers} workers are no multiple of the {replica} that hold a replica")
+            raise ValueError(
+                f"the devices of {workers} workers are not a multiple of the {replica} that hold a replica"
+            )
         accumulation = max(self.accumulation, -(-self.accumulation * self.mesh.data // data))
         if self.schedule == "interleaved":
             accumulation += -accumulation % self.mesh.pipeline
@@ -549,7 +551,7 @@ def _parse_value(name: str, value: str, text: str) -> Any:
         raise PlanError(f"{name}=: {what} is not available", where=text, remedy=instead)
     if name not in _NUMBER_FIELDS:
         known = (*_NUMBER_FIELDS, *_FIELD_CHOICES, *_FIELD_PARSERS)
-        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, known))
+        raise PlanError(f"{name!r} is not a part of a plan", where=text, remedy=nearest(name, known))
     least, most = _FIELD_BOUNDS.get(name, (1, None))
     if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
         wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")

@@ -59,7 +59,7 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
         parts = [str(part) for part in item["loc"]]
         cause = item.get("ctx", {}).get("error")
         if item["type"] == "extra_forbidden":
-            problems.append(f"{'.'.join(parts)}= is no field of {kind.__name__}: {kind.advice_on(parts[-1])}")
+            problems.append(f"{'.'.join(parts)}= is not a field of {kind.__name__}: {kind.advice_on(parts[-1])}")
         elif item["type"] == "missing":
             problems.append(f"{'.'.join(parts)}= is missing")
         elif isinstance(cause, JobError):
@@ -171,7 +171,7 @@ def data_problem(field: str, value: Any) -> str:
         advice = _MAP_STYLE
     if not advice and isinstance(value, FunctionType):
         advice = _FUNCTION
-    return f"{field}= is no data set, but a {type(value).__name__}: {advice or _DATA_REMEDY}"
+    return f"{field}= is not a data set, but a {type(value).__name__}: {advice or _DATA_REMEDY}"
 
 
 def function_problem(field: str, value: Any) -> str:

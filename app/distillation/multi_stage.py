@@ -171,7 +171,7 @@ class TwoStage(MultiStage):
     def _consistent(self) -> TwoStage:
         problems = []
         if not hasattr(self.unlabelled, "map_batches"):
-            problems.append("unlabelled= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+            problems.append("unlabelled= is not a data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
         if not self.distillation.teachers:
             problems.append("distillation= has no teachers=: the first stage learns from them alone")
         if self.first is not None and self.first.alpha:

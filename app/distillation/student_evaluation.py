@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _Array = npt.NDArray[Any]
 
 ALL_TEACHERS, _LOSS = "all teachers", "loss"
-LOCAL_FLOPS = 4e11  # this process computes so many faster than a pool starts
-_NUMBERS = 2e9  # most outputs of a model; of more, rows are left out
+LOCAL_FLOPS = 4e11  # up to here, this process is faster than the start of a pool
+_NUMBERS = 2e9  # most output numbers of a model; rows beyond are left out
 _ROWS, _CHUNK = 256, 1 << 22  # rows and numbers at once
 _LOCAL_BYTES = 2 << 30  # of parameters, most in a process that does other work too
 _WARM, _CALLS, _TIMED_S = 2, 30, 0.3  # calls before timing, timed calls, and their seconds, at most
 _BINS = 15  # of confidence, as in Guo et al. (2017)
 _SHOWN = 20  # classes in a picture
-_WHOLE = 256  # classes of which all pairs are counted
+_WHOLE = 256  # most classes for which all pairs of classes are counted
 
 
 def evaluate_students(

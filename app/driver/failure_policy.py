@@ -40,9 +40,7 @@ _PROGRAMMING_ERRORS = frozenset(
     }
 )  # fmt: skip
 """Exceptions that the same code raises again, because it is wrong."""
-_TRACEBACK_REMEDY = (
-    "read the traceback: its last lines are where the error was raised; mend the job, or report it if none are yours"
-)
+_TRACEBACK_REMEDY = "read the last lines of the traceback; correct the job, or report the error if no line is yours"
 _MAX_BACKOFF_S, _SECONDS_PER_HOUR = 60.0, 3600.0
 _SAME_FAILURE_S = 10.0  # losses of several dynamic members within this time are one failure
 TIMER_TOLERANCE_S = 1e-3  # a remaining wait that is not worth a timer
@@ -235,7 +233,7 @@ def record_crash_loop(turn: Transition) -> None:
         return
     why = _loop_text(loop)
     turn.change(passing=(*state.recovery.passing, SkippedBatch(step=loop.step, why=why)))
-    turn.emit(Noted(text=f"{why}; its batch is passed by, its samples get lines in quarantine/ beside the run"))
+    turn.emit(Noted(text=f"{why}; its batch is skipped, and its samples are listed in quarantine/ of the run"))
 
 
 def _is_skipped(state: DriverState, step: int) -> bool:
@@ -316,11 +314,11 @@ def _on_loss_spike(turn: Transition, step: int, what: str) -> None:
     elif state.committed >= step:
         error = LossSpike(f"{what}, and the newest checkpoint is not from before it", remedy=_SPIKE_REMEDY)
     elif len(skipped) >= limit:
-        error = LossSpike(f"{what}; {len(skipped)} batches were passed by before", remedy=_SPIKE_REMEDY)
+        error = LossSpike(f"{what}; {len(skipped)} batches were skipped before", remedy=_SPIKE_REMEDY)
     if error is not None:
         turn.end_run("failed", error)
         return
     checkpointing.discard_memory_copies_from(turn, step)
     turn.change(spiked=step, passing=(*skipped, SkippedBatch(step=step, why=what)))
-    turn.emit(Noted(text=f"{what}: going back to before it; its batch is passed by"))
+    turn.emit(Noted(text=f"{what}: going back to before it; its batch is skipped"))
     turn.request_pause()

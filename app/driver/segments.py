@@ -234,7 +234,7 @@ def on_segment_ended(turn: Transition) -> None:
     passed = total(report.passed for report in reports)
     overflowed = total(report.overflowed for report in reports)
     if skipped > before.skipped:
-        turn.emit(Noted(text=f"{skipped} samples were skipped so far; see quarantine/ beside the run"))
+        turn.emit(Noted(text=f"{skipped} samples were skipped so far; see quarantine/ in the folder of the run"))
     if passed > before.passed:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
     if overflowed > before.overflowed:
@@ -359,7 +359,7 @@ def _retry_checkpoint(turn: Transition) -> None:
     if over:
         error = StorageError(
             f"the checkpoint of step {turn.state.position.step} could not be written in {attempts} attempts: {trouble}",
-            remedy=f"mend the store, then run the same command: it goes on from step {turn.state.committed}",
+            remedy=f"repair the store, then run the same command: it goes on from step {turn.state.committed}",
         )
         turn.end_run("failed", error)
         return

@@ -366,7 +366,7 @@ def missing_ranges(ranges: Sequence[Range], names: Iterable[str], folder: str) -
     strange = sorted(found - expected)
     if strange:
         raise RunConflict(
-            f"the folder holds files that are no parts of these predictions, such as {strange[0]}",
+            f"the folder holds files that are not parts of these predictions, such as {strange[0]}",
             where=folder,
             remedy="give another folder"
             + ("" if any(not is_part_name(name) for name in strange) else ", or fresh=True"),

@@ -68,7 +68,7 @@ class InferenceModel:
         """Raise JobError for a column that is not in the data."""
         fields = transformed_fields(self.job.train, index)
         problems = [
-            f"{what}={name!r} is no column of the data: {nearest(name, fields)}"
+            f"{what}={name!r} is not a column of the data: {nearest(name, fields)}"
             for what, names in (("inputs", self.job.input_columns), ("keep", keep))
             for name in names
             if name not in fields

@@ -234,7 +234,9 @@ def _logits(pieces: Sequence[Columns]) -> Logits:
         raise JobError([f"the model has outputs {', '.join(names)}: name the logits: output=..."])
     logits = np.concatenate([piece[names[0]] for piece in pieces])
     if logits.ndim != 3 or logits.shape[1] != 1:
-        raise JobError([f"the model's {names[0]} is no logits (rows, tokens, vocabulary): name the logits: output=..."])
+        raise JobError(
+            [f"the model's {names[0]} is not logits of shape (rows, tokens, vocabulary): name the logits: output=..."]
+        )
     return logits[:, 0]
 
 

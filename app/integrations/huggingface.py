@@ -118,7 +118,7 @@ def _not_covered(trainer: Any) -> Iterator[str]:
     """Describe what the Trainer does and a job cannot, one line for each."""
     base = next((kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"), None)
     if base is None or not hasattr(trainer, "args"):
-        yield f"a {type(trainer).__name__} is no transformers.Trainer: give one that was not started"
+        yield f"a {type(trainer).__name__} is not a transformers.Trainer: give one that was not started"
         return
     args = trainer.args
     if trainer.state.global_step or not hasattr(trainer.model, "named_parameters"):
@@ -202,9 +202,9 @@ def _length(args: Any, rows: int, given: Mapping[str, Any]) -> dict[str, Any]:
     evaluations = f" with evaluations after each {unit}" if by == "steps" else ""
     problem = ""
     if total % unit:
-        problem = f"{total} steps are no multiple of eval_steps={unit}: change it, or"
+        problem = f"{total} steps are not a multiple of eval_steps={unit}: change it, or"
     elif total * batch_size > rows and ((unit != steps and rows % batch_size) or (by == "epoch" and not whole)):
-        problem = f"{total} steps{evaluations} are no whole passes of {steps} steps:"
+        problem = f"{total} steps{evaluations} are not whole passes of {steps} steps:"
     if problem:
         raise JobError([f"{problem} set {' and '.join(changes)}"], where=_WHERE)
     found = {"epochs": total // unit, "total": total}

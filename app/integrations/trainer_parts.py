@@ -104,7 +104,7 @@ class OptimizerTemplate:
         problems = []
         if held - names.keys():
             problems.append(
-                f"the optimizer holds {len(held - names.keys())} tensors that are no parameters of the model"
+                f"the optimizer holds {len(held - names.keys())} tensors that are not parameters of the model"
             )
         if left:
             problems.append(

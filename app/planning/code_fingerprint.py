@@ -523,8 +523,8 @@ def _array(value: Any, encode: Callable[[Any], str]) -> str:
         array = np.asarray(value)
     except Exception:
         try:
-            array = np.asarray(value.double())  # of a type that NumPy has not, such as bfloat16
-        except Exception:  # without memory of its own, or of a device that is not there
+            array = np.asarray(value.double())  # NumPy has no such type, such as bfloat16
+        except Exception:  # on the meta device, or on a device that this machine does not have
             return facts
     if array.nbytes > _ARRAY_BYTES:
         array = array.flat[np.linspace(0, array.size - 1, 1_000_000).astype(np.int64)]

@@ -203,7 +203,7 @@ def _changed(value: Any, texts: Mapping[str, str], problems: list[str], argument
             known = _dotted_names(value) if "." in name else (*arguments, *_names(value))
             kind = type(value).__name__
             told = advice_of(name) or nearest(name, known)
-            problems.append(f"--set {name}={texts[name]}: {name!r} is no field of {kind}: {told}")
+            problems.append(f"--set {name}={texts[name]}: {name!r} is not a field of {kind}: {told}")
         else:
             changes.setdefault(owner, {})[name.rpartition(".")[2]] = new
     if problems:

@@ -313,7 +313,7 @@ def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
     for option, columns in options:
         for column in columns:
             if column not in names:
-                yield f"{option}={column!r} is no column of {where}: {nearest(column, names)}"
+                yield f"{option}={column!r} is not a column of {where}: {nearest(column, names)}"
 
 
 def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:

@@ -50,7 +50,7 @@ def predict_from_past(decision: Decision, job: Job, description: Mapping[str, st
     plan = decision.chosen
     try:
         history = read_history(store, job.name)
-    except StorageError:  # of a run that never began; one that cannot be read is told by those who need it
+    except StorageError:  # the run never began; a store that cannot be read is reported where it is needed
         return None
     start = history.summary.start
     before = plan_from(start.plan)

@@ -305,7 +305,7 @@ class EffectExecutor:
 # --- Effects on the run log -------------------------------------------------------------------------------------------
 
 
-OVERDUE_S = 120.0  # without an answer to a write, before the user is told
+OVERDUE_S = 120.0  # time for the store to answer a write, before the user is told
 
 
 class RunStorage:
@@ -422,10 +422,10 @@ class WorkerOutput:
         self._watched: tuple[int, Generation] | None = None
         self._speaker: tuple[int, int] | None = None  # the worker whose output is shown, and its rank
         self._polls: dict[int, list[Callable[[], None]]] = {}  # by worker that is asked: what waits for its answer
-        self._flushes = 0  # that were sent so far
+        self._flushes = 0  # requests to flush prints that were sent so far
 
     def restart_at(self, step: int) -> None:
-        """Report steps after this one again, and choose the worker to poll anew."""
+        """Report the steps after this one again, and choose again which worker to poll."""
         self.reported, self._watched = min(self.reported, step), None
 
     def deliver(self, call: m.CallWorker, event: m.CallReturned | m.CallRaised) -> None:

@@ -155,7 +155,7 @@ class ForkedWorkers:
             self._nodes.add(node_id)
 
     def failed(self, cause: str) -> None:
-        """Fork no more workers in this run, because one did not start, or no fork server; later runs start anew."""
+        """Fork no more workers in this run, because a worker or a fork server did not start; later runs try again."""
         if self._on:
             self._on = False
             for node_id in self._nodes:

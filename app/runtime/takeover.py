@@ -319,7 +319,7 @@ class DriverLease:
             return
         refs = [actor.beat.remote(self.token) for actor in self._processes()]
         for ref in ray.wait(refs, num_returns=len(refs), timeout=_BEAT_ANSWER_S)[0] if refs else []:
-            with suppress(RayError):  # its death is told elsewhere
+            with suppress(RayError):  # the death of the process is reported elsewhere
                 refusal = ray.get(ref)
                 if refusal is not None:
                     raise refusal.error

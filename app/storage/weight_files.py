@@ -108,7 +108,7 @@ def _indexed(store: Store, name: str) -> dict[str, StoredTensor]:
     try:
         files = {str(key): str(file) for key, file in json.loads(store.get(name))["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(store, name, f"it is no index with a weight_map ({error!r})") from None
+        raise _damaged(store, name, f"it is not an index with a weight_map ({error!r})") from None
     headers = {file: _header(store, file) for file in sorted({*files.values()})}
     missing = [f"{key!r} is not in {file}" for key, file in files.items() if key not in headers[file]]
     if missing:

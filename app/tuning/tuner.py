@@ -186,7 +186,7 @@ def _trial(job: Job, setting: _Params, metric: SearchMetric, watcher: TrialWatch
     """Return a trial as its run has ended. Raises JobError where its evaluations do not have the metric."""
     last = next(reversed(read_history(open_store(job.storage), job.name).evaluated), None)
     if last is not None and metric.name not in last.metrics:
-        raise JobError([f"metric={metric.name!r} is no metric of the run: {nearest(metric.name, last.metrics)}"])
+        raise JobError([f"metric={metric.name!r} is not a metric of the run: {nearest(metric.name, last.metrics)}"])
     error = watcher.errors.get(job.name)
     return Trial(
         job=job, params=setting,
@@ -300,10 +300,10 @@ def _option_problems(job: Job, space: Mapping[str, Any]) -> Iterator[str]:
         if first in _OWN:
             yield f"space={name!r} cannot be varied: the search names the runs of its trials"
         elif first not in GROUP_OF and first not in Job.model_fields:
-            yield f"space={name!r} is no option of a job: {Job.advice_on(first)}"
+            yield f"space={name!r} is not an option of a job: {Job.advice_on(first)}"
         elif rest and first in GROUPS:
             if rest not in GROUPS[first].model_fields:
-                yield f"space={name!r} is no option of {first}=: {GROUPS[first].advice_on(rest)}"
+                yield f"space={name!r} is not an option of {first}=: {GROUPS[first].advice_on(rest)}"
         elif rest and first not in space:
             yield from _unknown_parameter(name, job.get(first), rest)
 
@@ -312,21 +312,21 @@ def _unknown_parameter(name: str, function: Any, parameter: str) -> Iterator[str
     """Describe a parameter that a function of the job does not have."""
     first = name.partition(".")[0]
     if not callable(function):
-        yield f"space={name!r} is a parameter of {first}=, which is no function: name the option alone"
+        yield f"space={name!r} is a parameter of {first}=, which is not a function: name the option alone"
         return
     known = _parameters(function)
     if known is not None and parameter not in known:
-        yield f"space={name!r} is no parameter of {first}=: {nearest(parameter, known)}"
+        yield f"space={name!r} is not a parameter of {first}=: {nearest(parameter, known)}"
 
 
 def _parameter_problems(function: Callable[..., Job], space: Mapping[str, Any]) -> Iterator[str]:
-    """Describe names that are no parameters of a function, and parameters without values."""
+    """Describe names that are not parameters of a function, and parameters without values."""
     known = _parameters(function)
     if known is None:
         return
     for name in space:
         if name not in known:
-            yield f"space={name!r} is no parameter of the function: {nearest(name, known)}"
+            yield f"space={name!r} is not a parameter of the function: {nearest(name, known)}"
     for name, required in known.items():
         if required and name not in space:
             yield f"space= has no values for the parameter {name!r} of the function: add them, or give it a default"

@@ -242,7 +242,7 @@ class StepSkipper:
             self.found.add((feed.step, feed.data_ranks.start))
             if len(self.found) + len(self.told) > job.recovery.skip_limit:
                 error.what = (
-                    f"{error.what}, and {job.recovery.skip_limit} steps were passed by before, which is the limit"
+                    f"{error.what}, and {job.recovery.skip_limit} steps were skipped before, which is the limit"
                 )
                 raise
             self._record(feed.step, error.samples, error.what)

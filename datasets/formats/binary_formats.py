@@ -148,7 +148,7 @@ def _record_batches(data: RandomAccessFile, start: int, first: int) -> list[Reco
     footer_bytes = int.from_bytes(data.read(data.size_bytes - 10, data.size_bytes - 6), "little") + 10 if start else 0
     unread_bytes = data.size_bytes - footer_bytes - stream.tell()
     if unread_bytes > _PADDING_BYTES:
-        raise _damaged_file_error(f"{unread_bytes} bytes at byte {stream.tell()} are no message", data.file)
+        raise _damaged_file_error(f"{unread_bytes} bytes at byte {stream.tell()} are not a message", data.file)
     return pieces
 
 
@@ -368,7 +368,7 @@ def _example_class() -> Any:
 
 def _no_example_error(problem: str, where: str) -> DataError:
     return DataError(
-        f"the record is no tf.train.Example: {problem}",
+        f"the record is not a tf.train.Example: {problem}",
         where=where,
         remedy="write tf.train.Example, or convert the file to parquet with TensorFlow",
     )

@@ -254,7 +254,7 @@ def read_footer(system: pafs.FileSystem, place: tuple[str, int]) -> Footer:
         return Footer.of(retry_transient(read, path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"the file is no whole parquet file: {error}",
+            f"the file is not a whole parquet file: {error}",
             where=f"{path}, {size} bytes",
             remedy="write it again, or leave it out",
         ) from error

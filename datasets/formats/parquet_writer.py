@@ -103,14 +103,14 @@ def require_empty_target(out: str) -> None:
     if found.type == pafs.FileType.NotFound:
         return
     if found.type == pafs.FileType.File:
-        raise DataError("a file has this name", where=out, remedy="name a folder that is not there yet")
+        raise DataError("a file has this name", where=out, remedy="name a folder that does not exist yet")
     listed = system.get_file_info(pafs.FileSelector(root))
     names = [info.base_name for info in listed if not info.base_name.startswith(_WRITING)]
     if names:
         raise DataError(
             f"the folder is not empty: it holds {names[0]!r}{' and more' if len(names) > 1 else ''}",
             where=out,
-            remedy="name a folder that is not there yet, or delete this one",
+            remedy="name a folder that does not exist yet, or delete this one",
         )
 
 

@@ -183,7 +183,7 @@ class SampleAccess:
             raise UserCodeError(
                 f"the data set {kind} raised {type(error).__name__}: {error}",
                 where=where,
-                remedy=f"mend {kind}, or the row that it was asked for",
+                remedy=f"correct {kind}, or the row that it was asked for",
                 detail=user_traceback(error),
             ) from None
 

@@ -292,7 +292,7 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
             f"a {type(dataset).__name__} is no Ray Dataset", where="from_ray", remedy="give a ray.data.Dataset"
         )
     if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is no length of a pass", where="from_ray", remedy="give 1 or more")
+        raise DataError(f"rows={rows} is not a length of a pass", where="from_ray", remedy="give 1 or more")
     if cache is not None:
         if not is_complete(cache):
             write_shards(_batches(open_dataset(_portable(dataset), 0, "from_ray")), cache)

@@ -150,7 +150,7 @@ class _CsvFormat(FileFormat):
             raise DataError(
                 f"the lines cannot be read as CSV: {error}",
                 where=place.at(),
-                remedy="mend the file; one that changed after it was indexed must be indexed again",
+                remedy="correct the file; one that changed after it was indexed must be indexed again",
             ) from error
         if ragged:
             raise _row_length_error(ragged[0], names, place)
@@ -210,7 +210,7 @@ def _row_length_error(row: Any, names: list[str], place: GroupLocation) -> DataE
     return DataError(
         f"a line has {row.actual_columns} values for {len(names)} columns: {text!r}",
         where=place.at(number),
-        remedy='mend the line; a value with a delimiter, newline or quotation mark in it stands in "quotation marks"',
+        remedy='correct the line; a value with a delimiter, newline or quotation mark needs "quotation marks"',
     )
 
 
@@ -438,5 +438,5 @@ def text(path: str | os.PathLike[str], by: Literal["line", "paragraph", "file"] 
         DataError: `by` is none of these.
     """
     if by not in _DOCUMENTS:
-        raise DataError(f"by={by!r} is no way to cut text", remedy=f"give one of {', '.join(_DOCUMENTS)}")
+        raise DataError(f"by={by!r} is not a way to cut text", remedy=f"give one of {', '.join(_DOCUMENTS)}")
     return Dataset(source=file_source(path, _TextFormat(by=by)))

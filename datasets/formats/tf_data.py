@@ -275,7 +275,7 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
             remedy="give the function that makes the data set: from_tf(lambda: tf.data.Dataset...)",
         )
     if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is no length of a pass", where="from_tf", remedy="give 1 or more")
+        raise DataError(f"rows={rows} is not a length of a pass", where="from_tf", remedy="give 1 or more")
     return Dataset(source=_PipelineSource(make=make, rows=rows, replayable=replayable))
 
 
@@ -301,7 +301,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
                 raise DataError(
                     f"the pipeline raised {type(error).__name__}: {error}",
                     where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
-                    remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
+                    remedy="correct the data or the function, or append .ignore_errors() and pass rows=",
                 ) from error
             columns = _named_components(element, where)
             block = {name: _array(columns[name], field) for name, field in schema.items()}

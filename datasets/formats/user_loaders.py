@@ -119,7 +119,7 @@ def from_torch(
         return _iterated(dataset, "from_torch", names, rows, replayable)
     if not all(hasattr(dataset, name) for name in ("__len__", "__getitem__")):
         raise DataError(
-            f"a {type(dataset).__name__} is no map-style data set: it has no __len__ and __getitem__",
+            f"a {type(dataset).__name__} is not a map-style data set: it has no __len__ and __getitem__",
             remedy="give a function that makes an IterableDataset or a DataLoader, or write its samples as parquet",
         )
     _refuse_rows(rows, "from_torch")
@@ -174,7 +174,7 @@ def from_huggingface(
 
 def _iterated(given: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool) -> Dataset:
     if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is no length of a pass", where=call, remedy="give 1 or more")
+        raise DataError(f"rows={rows} is not a length of a pass", where=call, remedy="give 1 or more")
     return Dataset(source=_IterableSource(given=given, call=call, columns=columns, rows=rows, replayable=replayable))
 
 
@@ -420,7 +420,7 @@ class _Pass:
         given, where = self._source.given, self._source.describe()
         if _is_function(given):
             wants_epoch = _takes_epoch(given)
-            with user_code(f"the function given to {self._source.call}", "mend the function", where):
+            with user_code(f"the function given to {self._source.call}", "correct the function", where):
                 made = given(epoch) if wants_epoch else given()
         else:
             wants_epoch, made = False, _copied(given, where)
@@ -474,7 +474,7 @@ class _Pass:
         return UserCodeError(
             f"{self._source.kind} raised {told}",
             where=f"{self._where}, {row}",
-            remedy="mend it, or the data that it reads",
+            remedy="correct it, or the data that it reads",
             detail=user_traceback(error),
         )
 

@@ -145,7 +145,7 @@ class SkippingReader:
         return DataError(
             f"none of {len(samples)} samples in a row can be read: {first.error}",
             where=first.where,
-            remedy="mend the file; a few samples can be skipped, not whole batches",
+            remedy="correct the file; a few samples can be skipped, not whole batches",
         )
 
 
@@ -157,7 +157,7 @@ def _skip_limit_error(limit: int, last: TrainwrightError) -> _TooManyBadSamples:
     return _TooManyBadSamples(
         f"more than {limit} samples cannot be read, which is the limit; the last: {last.what}",
         where=last.where,
-        remedy="look at the quarantine beside the run, mend the data, or raise skip_limit",
+        remedy="look at quarantine/ in the folder of the run, correct the data, or raise skip_limit",
         detail=last.detail,
     )
 

@@ -46,7 +46,7 @@ class HashSplit:
 
 
 def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
-    """A number for each value, equal for equal values, the same in every process; None where values are no keys.
+    """A number for each value, equal for equal values, the same in every process; None where values are not keys.
 
     Integers of any width, booleans and times count by value, floats by value in float64, text and bytes by BLAKE2b.
     """
@@ -159,7 +159,7 @@ class _SplitSource(Source):
         keys = hash_keys(values)
         if keys is None:
             raise DataError(
-                f"the values of {by!r}, {values.dtype} of shape {values.shape[1:]}, are no keys",
+                f"the values of {by!r}, {values.dtype} of shape {values.shape[1:]}, are not keys",
                 where=f"{group.file}, row group {group.number}",
                 remedy="split by a column of numbers, text or bytes, one for each row",
             )

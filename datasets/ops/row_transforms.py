@@ -183,7 +183,7 @@ def call_user_function(
 
 
 def _transform_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
-    remedy = "mend the function, or the row it was given: dataset.read(index, [row]) shows it"
+    remedy = "correct the function, or the row it was given: dataset.read(index, [row]) shows it"
     return _user_code_error(f"the transform {function_name(function)}", error, where, remedy)
 
 
@@ -216,7 +216,7 @@ def check_arguments(function: Any, method: str) -> None:
     """
     arguments, result = _CALLS[method]
     if not callable(function):
-        problem = f"{function!r} is no function"
+        problem = f"{function!r} is not a function"
     else:
         try:
             inspect.signature(function).bind(*arguments.split(", "))
@@ -294,7 +294,7 @@ class StatefulFunction:
         except TrainwrightError:
             raise
         except Exception as error:
-            remedy = "mend it, or what it is given; what it opens must be where the transform runs"
+            remedy = "correct it, or what it is given; what it opens must be where the transform runs"
             what = f"the constructor of the transform {self.func.__qualname__}"
             raise _user_code_error(what, error, "map_batches", remedy) from None
 

@@ -289,7 +289,7 @@ def _check(parts: Mapping[str, Dataset], rows: int | None) -> None:
     if not parts:
         raise DataError("there is nothing to mix", remedy="give at least one data set")
     if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is no length of an epoch", remedy="give 1 or more, or leave it out")
+        raise DataError(f"rows={rows} is not a length of an epoch", remedy="give 1 or more, or leave it out")
     for name, dataset in parts.items():
         dataset.need_rows_by_number("mix")
         if dataset.heavy:

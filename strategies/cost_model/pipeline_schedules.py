@@ -49,7 +49,7 @@ def stage_operations(
             numbered from `micro_batches`.
 
     Raises:
-        ValueError: interleaved micro-batches are no multiple of the stages.
+        ValueError: interleaved micro-batches are not a multiple of the stages.
     """
     if schedule in STREAMED_SCHEDULES:
         return _two_buffered(stage, stages, micro_batches, begun=begun, followed=followed)
@@ -110,7 +110,7 @@ def _two_buffered(stage: int, stages: int, micro_batches: int, *, begun: bool, f
 def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
     """1F1B over chunks: as many micro-batches as stages through one chunk, then through the next, as in Megatron-LM."""
     if micro_batches % stages:
-        raise ValueError(f"{micro_batches} micro-batches are no multiple of {stages} stages")
+        raise ValueError(f"{micro_batches} micro-batches are not a multiple of {stages} stages")
     total, round_ = micro_batches * chunks, stages * chunks
     ahead = min(2 * (stages - 1 - stage) + (chunks - 1) * stages, total)
     for number in range(total + ahead):

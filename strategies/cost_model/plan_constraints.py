@@ -57,7 +57,7 @@ def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple
     if plan.streamed and micro_batches < mesh.pipeline:
         return too_few_micro_batches(plan, micro_batches)
     if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
-        return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
+        return f"{micro_batches} micro-batches are not a multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
     return None
 
 

@@ -116,7 +116,7 @@ class DistillationLoss:
             yield f"{name!r} is the name of a student and of a teacher: rename one"
         for name in self.joint:
             if name not in self.students:
-                yield f"joint= names {name!r}, which is no student: {nearest(name, self.students)}"
+                yield f"joint= names {name!r}, which is not a student: {nearest(name, self.students)}"
 
     def _untaught(self) -> Iterable[str]:
         soft = self.soft

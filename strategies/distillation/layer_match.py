@@ -51,7 +51,7 @@ def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Ca
         held = type(output).__name__
     if not is_tensor(value):
         raise JobError(
-            [f"{name!r}: item {item!r} of the layer is no tensor: it gives {held}: name one as `layer:item`"]
+            [f"{name!r}: item {item!r} of the layer is not a tensor: it gives {held}: name one as `layer:item`"]
         )
     return value
 
@@ -80,7 +80,7 @@ def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProject
     teacher = teacher if way is None else tuple(teacher[place] for place in way)
     if match.by == "attention":
         if len(student) != len(teacher) or len(student) < 3:
-            raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} are no two maps of as many dimensions")
+            raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} have different numbers of dimensions")
         if not any(_same(student, teacher, but=axis) for axis in _axes(student)):
             raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} differ in more than their channels")
         return None

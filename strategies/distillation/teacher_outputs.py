@@ -80,7 +80,7 @@ def _check_outputs(output: npt.NDArray[Any], probabilities: str) -> None:
         )
     if probabilities and not (one if probabilities == "softmax" else _fractions(output)):
         wanted = "1 in sum in each row" if probabilities == "softmax" else "from 0 to 1"
-        raise JobError([f"the teacher's outputs are no probabilities, {wanted}: leave probabilities= out for logits"])
+        raise JobError([f"the teacher's outputs are not probabilities, {wanted}: leave probabilities= out for logits"])
 
 
 def log_odds(probabilities: npt.NDArray[Any], each: bool) -> npt.NDArray[Any]:

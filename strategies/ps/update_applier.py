@@ -188,7 +188,7 @@ class UpdateApplier:
         """Raise MalformedCallError for a push that cannot be of this plan."""
         require(self.started and self.opened, "a push before any step was given out")
         known = 0 <= unit.share < self.config.shares and 0 < unit.steps <= self.config.local_steps
-        require(known and unit.step >= 0 and head.at >= 0, f"{unit} in round {head.at} is no unit of this plan")
+        require(known and unit.step >= 0 and head.at >= 0, f"{unit} in round {head.at} is not a unit of this plan")
         if head.weight > 0:
             try:
                 self.store.check(self._as_push(unit, head.weight, payload))

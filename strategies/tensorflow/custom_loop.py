@@ -83,7 +83,7 @@ class CustomLoop(keras.Model):  # type: ignore[misc]  # Keras has no types
         numbers, found = self._run(self._train, data)
         wrong = [name for name, value in numbers.items() if value.shape.rank != 0]
         if wrong:
-            problem = f"train_step() returns {wrong[0]!r}, which is no number: return the loss, or a dict of numbers"
+            problem = f"train_step() returns {wrong[0]!r}, which is not a number: return the loss, or a dict of numbers"
             raise JobError([problem])
         if self.reduction == "sum":  # of which Keras takes the mean
             replicas = tf.distribute.get_strategy().num_replicas_in_sync

@@ -320,7 +320,7 @@ class _CompiledOnWorkers(CompiledModel):
     # --- what cannot be summed ----------------------------------------------------------------------------
 
     def _check_metrics(self) -> None:
-        """Raise JobError for a metric whose state is no sum over batches: one row twice must count twice."""
+        """Raise JobError for a metric whose state is not a sum over batches: one row twice must count twice."""
         if self.spec.sample is None:
             return
         model, data = self.model, self.data(self.spec.sample(), training=False)
@@ -365,7 +365,7 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
             problem = (
                 f"the model of rank {others[0]} is not that of rank 0 after step {self.replica.step}: a callback or "
                 "train_step() changes variables in another way on each worker, such as by its own random numbers, or "
-                "applies gradients by an optimizer that is no attribute of the model"
+                "applies gradients by an optimizer that is not an attribute of the model"
             )
             raise JobError([problem], where=self._where)
 

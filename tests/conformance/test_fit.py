@@ -216,7 +216,7 @@ def test_it_goes_on_in_another_process_at_any_batch(pool: Pool, tmp_path: Path, 
 
 
 def test_evaluation_is_what_keras_says(pool: Pool, tmp_path: Path) -> None:
-    """Also of a metric that is no mean over samples."""
+    """Also of a metric that is not a mean over samples."""
     own = {
         "metrics": {"rmse": keras.metrics.RootMeanSquaredError()}, "loss": keras.losses.MeanAbsoluteError(),
         "targets": ("t",), "validation_epochs": 1,

@@ -128,7 +128,7 @@ def test_losses_and_metrics_of_keras(pool: Pool) -> None:
 
 
 def test_a_metric_that_is_no_mean_is_no_loss(pool: Pool) -> None:
-    with pytest.raises(JobError, match="AUC is no mean over samples: it can be one of metrics=, and no loss"):
+    with pytest.raises(JobError, match="AUC is not a mean over samples: it can be one of metrics=, but not loss="):
         train(pool, ALONE, changed(loss=keras.metrics.AUC()))
 
 

@@ -60,7 +60,7 @@ def test_a_batch_that_kills_its_worker_is_passed_by_and_all_others_count(folder:
     assert sorted(kept["sample"]) == passed.tolist(), "of all ranks"
     assert all("failed 3 times on rank" in error for error in kept["error"])
     notes: Any = told(folder, "faulty", events.Noted)
-    assert sum("its batch is passed by" in note.text for note in notes) == 1
+    assert sum("its batch is skipped" in note.text for note in notes) == 1
     assert len(told(folder, "faulty", events.Failed)) == 3
     losses = [loss for event in told(folder, "faulty", events.Steps) for loss in event.loss]  # type: ignore[attr-defined]
     assert np.isnan(losses).sum() == 1

@@ -70,7 +70,7 @@ def test_parameters_that_became_nan_are_never_committed(folder: Path, ray_cluste
 
 
 def test_too_many_such_steps_end_the_run(folder: Path, ray_cluster: None) -> None:
-    with pytest.raises(NonFiniteLoss, match=f"in samples {BAD}, and 1 steps were passed by before, which is the limit"):
+    with pytest.raises(NonFiniteLoss, match=f"in samples {BAD}, and 1 steps were skipped before, which is the limit"):
         tw.fit(torch_jobs.job(folder, step=poisoned, on_nonfinite="skip", skip_limit=1))
 
 

@@ -134,7 +134,7 @@ def test_layers_that_are_matched_come_beside_in_every_way(taught: tw.Teacher, tm
         ({"keep": "fp8"}, "keep"),
         ({"students": {"student": wide}}, "rename it"),
         ({"way": "online", "cpus": 0}, "cpus=0"),
-        ({"temprature": 2}, "no field of Distillation"),
+        ({"temprature": 2}, "not a field of Distillation"),
     ],
 )
 def test_wrong_fields_are_told(fields: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_footers_of_many_files_are_read_in_tasks(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(metadata_cache, "run_as_ray_tasks", counted)
     assert parquet(tmp_path).index() == here and here.rows == 78 and counts[0] > 4
     (tmp_path / "11.parquet").write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"no whole parquet file.*11\.parquet, 4 bytes"):
+    with pytest.raises(DataError, match=r"not a whole parquet file.*11\.parquet, 4 bytes"):
         parquet(tmp_path).index()
 
 

@@ -209,7 +209,7 @@ def test_cpus_are_dealt_to_classes_and_tasks_in_turn(tmp_path: Path) -> None:
 
 def test_what_is_no_class_to_call_is_told_at_once() -> None:
     data = table({"id": np.arange(3)})
-    with pytest.raises(DataError, match="is no class whose objects can be called"):
+    with pytest.raises(DataError, match="is not a class whose objects can be called"):
         data.map_batches(lambda columns: columns, cpus=1, fn_constructor_kwargs={"a": 1})
     with pytest.raises(DataError, match=r"Model cannot be sent to another process: .*lock"):
         data.map_batches(Model, cpus=1, fn_constructor_args=(threading.Lock(),))

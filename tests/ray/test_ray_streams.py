@@ -376,7 +376,7 @@ def test_what_cannot_be_a_stream_is_refused() -> None:
         from_ray(lambda epoch: {}[epoch]).index()
     with pytest.raises(DataError, match="a list is no Ray Dataset"):
         from_ray(lambda epoch: [epoch]).index()
-    with pytest.raises(DataError, match="rows=0 is no length"):
+    with pytest.raises(DataError, match="rows=0 is not a length"):
         from_ray(ray.data.range(9), rows=0)
     with pytest.raises(DataError, match="null"):
         from_ray(ray.data.from_items([{"x": 1}, {"x": None}])).index()

@@ -151,11 +151,11 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"unlabelled": "data"}, "unlabelled= is no data set"),
+        ({"unlabelled": "data"}, "unlabelled= is not a data set"),
         ({"first": tw.SoftLoss(alpha=0.5)}, "use alpha=0"),
         ({"fields": {"name": "other", "epochs": 2}}, "fields= sets name"),
         ({"fields": {"epoch": 2}}, "did you mean 'epochs'"),
-        ({"stages": 3}, "no field of TwoStage"),
+        ({"stages": 3}, "not a field of TwoStage"),
     ],
 )
 def test_wrong_recipes_are_told(fields: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[st
     part = sorted(folder.glob("part-*"))[2]
     whole = part.read_bytes()
     part.write_bytes(whole[:-20])
-    with pytest.raises(DataError, match="no whole parquet file") as caught:
+    with pytest.raises(DataError, match="not a whole parquet file") as caught:
         stored_targets(teacher, data, **wish)
     assert part.name in caught.value.where and "delete this file" in caught.value.remedy
     pq.write_table(pq.read_table(sorted(folder.glob("part-*"))[0]).slice(0, 5), part)
@@ -108,7 +108,7 @@ def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[st
         stored_targets(teacher, data, **wish)
     part.write_bytes(whole)
     (folder / "other.parquet").write_bytes(whole)
-    with pytest.raises(RunConflict, match=r"no parts of these predictions, such as other\.parquet"):
+    with pytest.raises(RunConflict, match=r"not parts of these predictions, such as other\.parquet"):
         stored_targets(teacher, data, **wish)
     (folder / "other.parquet").unlink()
     manifest = folder / "_PREDICTIONS.json"
@@ -217,7 +217,7 @@ def test_the_newest_checkpoint_has_a_folder_of_its_own(tmp_path: Path) -> None:
     teacher, data = Teacher(name="big", job=chosen), tw.datasets.table(table(30))
     assert stored_targets(teacher, data, folder=str(tmp_path / "soft"), workers=1).index().rows == 30
     train(chosen, 5, columns_of)
-    with pytest.raises(JobError, match="inputs='x' is no column of the data"):
+    with pytest.raises(JobError, match="inputs='x' is not a column of the data"):
         stored_targets(teacher, tw.datasets.table({"y": np.zeros(3)}), folder=str(tmp_path / "soft"))
     names = [path.name for path in (tmp_path / "soft").iterdir()]
     assert len(names) == 1 and names[0].startswith("big-") and names[0].endswith("-fp16")

@@ -150,7 +150,7 @@ def test_a_store_that_refuses_the_best_checkpoint_does_not_end_training() -> Non
 def test_an_evaluation_without_the_metric_ends_the_run() -> None:
     ended = judged(story(best="accuracy").running(), 2, 1.0)
     assert isinstance(ended.state.shutdown.error, JobError)
-    assert "best='accuracy' is no evaluated metric: valid names: loss" in str(ended.state.shutdown.error)
+    assert "best='accuracy' is not an evaluated metric: valid names: loss" in str(ended.state.shutdown.error)
 
 
 # --- early stop -------------------------------------------------------------------------------------------------------
@@ -276,8 +276,11 @@ def test_wrong_options_are_refused(fields: dict[str, Any], told: str, tmp_path: 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"best": "eror"}, r"best='eror' is no evaluated metric: did you mean 'error'\?"),
-        ({"early_stop": tw.EarlyStop("-acc")}, "early_stop='-acc' is no evaluated metric: valid names: error, loss"),
+        ({"best": "eror"}, r"best='eror' is not an evaluated metric: did you mean 'error'\?"),
+        (
+            {"early_stop": tw.EarlyStop("-acc")},
+            "early_stop='-acc' is not an evaluated metric: valid names: error, loss",
+        ),
         ({"best": "loss", "evaluate": None}, "best= needs evaluate=: give the job a data set to evaluate on"),
     ],
 )

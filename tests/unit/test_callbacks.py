@@ -185,13 +185,13 @@ def test_one_channel_is_grey_and_truth_is_white() -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (lambda c: c.log_image("x", np.zeros((4, 2, 3, 3))), r"ndarray of shape \(4, 2, 3, 3\) is no image: give"),
-        (lambda c: c.log_image("x", None), "NoneType is no image"),
-        (lambda c: c.log_image("x", np.zeros((0, 2))), r"shape \(0, 2\) is no image"),
+        (lambda c: c.log_image("x", np.zeros((4, 2, 3, 3))), r"ndarray of shape \(4, 2, 3, 3\) is not an image: give"),
+        (lambda c: c.log_image("x", None), "NoneType is not an image"),
+        (lambda c: c.log_image("x", np.zeros((0, 2))), r"shape \(0, 2\) is not an image"),
         (lambda c: c.log_image("x", RED * 2.0), "floats from 0 to 510: give floats from 0 to 1, or uint8"),
         (lambda c: c.log_image("x", np.full((2, 2), np.nan)), "floats from nan to nan"),
         (lambda c: c.log_image("x", RED.astype(np.int64)), "numbers are int64: give uint8"),
-        (lambda c: c.log_image("x", b"GIF"), "no image file that Pillow can read"),
+        (lambda c: c.log_image("x", b"GIF"), "not an image file that Pillow can read"),
         (lambda c: c.log_image("x", NOISE), "2000 x 2000 pixels, 11.* MiB as PNG, more than 4 MiB"),
         (lambda c: c.log_text("x", 5), "give a str, not int"),
         (lambda c: c.log_text(5, "x"), "take a name of letters first, not 5"),

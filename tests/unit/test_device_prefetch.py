@@ -58,7 +58,7 @@ def test_what_was_taken_once_is_converted_again() -> None:
 
 
 def test_what_the_step_has_to_do_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collate function of the user, a batch that takes much memory, a column that is no tensor."""
+    """A collate function of the user, a batch that takes much memory, a column that is not a tensor."""
     task = Task.of(PROBLEMS["ragged"])
     feed = task.feeds[0]
     assert prefetcher(task, collation=Collation(function=dict))(feed) is feed

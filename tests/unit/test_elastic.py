@@ -213,7 +213,7 @@ def test_a_plan_on_fewer_workers_has_the_same_batch_and_no_larger_micro_batch(
 
 
 def test_a_world_that_holds_no_whole_replica_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 workers are no multiple of the 2"):
+    with pytest.raises(ValueError, match="5 workers are not a multiple of the 2"):
         Plan(
             strategy="s", engine="e", mesh=Mesh(data=2, shard=2), batch_size=8, placement=WorkerResources(cpus=1)
         ).resized(5)

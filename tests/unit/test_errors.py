@@ -51,7 +51,8 @@ def test_a_notebook_shows_what_is_wrong_and_no_frames_of_ours() -> None:
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=60)
     shown = done.stdout.strip().splitlines()
     assert (
-        shown[0].startswith("JobError: the job has") and "nam= is no field of Job: did you mean 'name'?" in done.stdout
+        shown[0].startswith("JobError: the job has")
+        and "nam= is not a field of Job: did you mean 'name'?" in done.stdout
     )
     assert "Traceback" not in done.stdout and ".py" not in done.stdout
 

@@ -65,7 +65,7 @@ def test_a_plan_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pd=2", "'pd' is no part of a plan"),
+        ("pd=2", "'pd' is not a part of a plan"),
         ("dp=0", "dp='0' must be a whole number from 1"),
         ("dp=two", "must be a whole number"),
         ("zero=4", "must be 0, 1, 2 or 3"),
@@ -90,7 +90,8 @@ def test_a_cluster_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("8", "'8' is no cluster"), ("0x8xA100", "is no cluster"), ("4x8xH200O", "did you mean 'H200")]
+    ("text", "said"),
+    [("8", "'8' is not a cluster"), ("0x8xA100", "is not a cluster"), ("4x8xH200O", "did you mean 'H200")],
 )
 def test_a_cluster_that_cannot_be_read(text: str, said: str) -> None:
     with pytest.raises(ResourceError) as raised:
@@ -253,7 +254,7 @@ def test_memory_under_autocast() -> None:
         ("dp=32", 16, "smaller than the 32 data ranks"),
         ("tp=3", 16, "does not divide 16 heads"),
         ("pp=27", 16, "27 stages for 26 layers"),
-        ("pp=4,schedule=interleaved", 6, "6 micro-batches are no multiple of the 4 stages"),
+        ("pp=4,schedule=interleaved", 6, "6 micro-batches are not a multiple of the 4 stages"),
     ],
 )
 def test_plans_that_cannot_be(plan: str, batch: int, said: str) -> None:

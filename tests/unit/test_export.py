@@ -24,7 +24,7 @@ ROWS = 5
 
 
 class Several(Net):
-    """Two inputs, given by name, one of them ragged; outputs by name, one of which is no tensor."""
+    """Two inputs, given by name, one of them ragged; outputs by name, one of which is not a tensor."""
 
     def forward(self, *, x: Tensor, words: Tensor, mask: Tensor) -> dict[str, Any]:
         mean = (words * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)

@@ -110,7 +110,7 @@ def test_an_output_that_is_not_one_of_each_token_is_no_logits(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     job = served(monkeypatch, np.zeros(shape), np.int64)
-    with pytest.raises(JobError, match=r"is no logits \(rows, tokens, vocabulary\)"):
+    with pytest.raises(JobError, match=r"is not logits of shape \(rows, tokens, vocabulary\)"):
         tw.generate(job, [[1, 2]], count=2, here=True)
 
 

@@ -54,8 +54,8 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
             {"metrics": dict.fromkeys(("loss", "f1", "step", "epoch", "seconds"), max)},
             "metrics= has 'loss', 'step', 'epoch', 'seconds', which run.evaluations has already: use other names",
         ),
-        ({"train": [1, 2]}, "train= is no data set"),
-        ({"evaluate": "data"}, "evaluate= is no data set"),
+        ({"train": [1, 2]}, "train= is not a data set"),
+        ({"evaluate": "data"}, "evaluate= is not a data set"),
         ({"workers": 0}, "workers=0"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
@@ -143,9 +143,9 @@ def test_a_job_file_with_a_function_and_its_arguments(tmp_path: Path) -> None:
     assert (loaded.name, loaded.epochs) == ("large-2", 7)
     with pytest.raises(JobError, match="--set size=huge: input should be 'small' or 'large'"):
         load_job(str(file), ["size=huge"])
-    with pytest.raises(JobError, match="'sizes' is no field of Job: did you mean 'size'"):
+    with pytest.raises(JobError, match="'sizes' is not a field of Job: did you mean 'size'"):
         load_job(str(file), ["sizes=large"])
-    with pytest.raises(JobError, match="'lr' is no field of Job: use the function of optimizer="):
+    with pytest.raises(JobError, match="'lr' is not a field of Job: use the function of optimizer="):
         load_job(str(file), ["lr=0.1"])
     with pytest.raises(UserCodeError, match="ZeroDivisionError") as caught:
         load_job(str(file), ["broken=True"])

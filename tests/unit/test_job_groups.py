@@ -75,10 +75,10 @@ def test_problems_of_all_groups_are_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"spare": 2}, "spare= is no field of Job: did you mean 'spares'?"),
-        ({"recovry": {"spares": 2}}, "recovry= is no field of Job: did you mean 'recovery'?"),
-        ({"recovery": {"spare": 2}}, "spare= is no field of Recovery: did you mean 'spares'?"),
-        ({"recovery": {"workers": 2}}, "workers= is no field of Recovery: it belongs to scaling="),
+        ({"spare": 2}, "spare= is not a field of Job: did you mean 'spares'?"),
+        ({"recovry": {"spares": 2}}, "recovry= is not a field of Job: did you mean 'recovery'?"),
+        ({"recovery": {"spare": 2}}, "spare= is not a field of Recovery: did you mean 'spares'?"),
+        ({"recovery": {"workers": 2}}, "workers= is not a field of Recovery: it belongs to scaling="),
     ],
 )
 def test_a_misspelt_or_misplaced_name_is_explained(fields: dict[str, Any], message: str) -> None:
@@ -108,13 +108,13 @@ def test_options_of_other_trainers_are_explained_in_the_words_of_a_job() -> None
     fields = {*tw.Job.model_fields, *GROUP_OF}
     assert not PEER_OPTIONS.keys() & fields
     for name, advice in PEER_OPTIONS.items():
-        assert problems_of(**{name: 1}) == (f"{name}= is no field of Job: {advice_of(name)}",)
+        assert problems_of(**{name: 1}) == (f"{name}= is not a field of Job: {advice_of(name)}",)
         named = {word for word in re.findall(r"(?<![\w(\"])(\w+)=", advice) if word not in ("lr", "patience")}
         assert named <= fields | {"resume"}, name
 
 
 def test_a_group_explains_its_own_errors() -> None:
-    with pytest.raises(JobError, match="spare= is no field of Recovery: did you mean 'spares'"):
+    with pytest.raises(JobError, match="spare= is not a field of Recovery: did you mean 'spares'"):
         tw.Recovery(spare=2)
 
 

@@ -91,7 +91,7 @@ def test_it_goes_back_only_so_often() -> None:
     told.formed(StateTag(step=27)).returns("heal", StateTag(step=4))
     news(news(told, 24, *[1.0] * MIN_LOSSES), 30, 77.0)
     error = told.tell(m.LeaseReleased()).all(m.FinishRun)[0].error
-    assert isinstance(error, LossSpike) and "1 batches were passed by before" in error.what
+    assert isinstance(error, LossSpike) and "1 batches were skipped before" in error.what
 
 
 def test_a_failure_on_the_way_back_still_leads_there() -> None:

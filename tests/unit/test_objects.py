@@ -307,7 +307,7 @@ def test_names_that_do_not_fit_are_refused(columns: list[str], message: str) -> 
 
 
 def test_what_is_no_map_style_object_is_refused() -> None:
-    with pytest.raises(DataError, match="a generator is no map-style"):
+    with pytest.raises(DataError, match="a generator is not a map-style"):
         from_torch(row for row in range(3))
     with pytest.raises(DataError, match="no rows"):
         from_torch(Squares(0, lambda row: row)).index()

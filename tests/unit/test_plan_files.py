@@ -57,7 +57,7 @@ def test_what_is_pinned_of_a_plan_is_kept() -> None:
         decide(plan="dp=2,schedule=1f1b")
     with pytest.raises(PlanError, match="does not match plan='dp=2,chunks=3'"):
         decide(GPUS, plan="dp=2,chunks=3")
-    with pytest.raises(PlanError, match="'dd' is no part of a plan"):
+    with pytest.raises(PlanError, match="'dd' is not a part of a plan"):
         decide(plan="dd=2")
     with pytest.raises(PlanError, match="precision is a field of the job"):
         decide(plan="precision=bf16")

@@ -93,7 +93,7 @@ def test_stale_gradients_are_never_chosen_unasked() -> None:
         ({"plan": "pp=2,dp=2", "workers": 2, "strategy": None}, "multiply to 4, and the job has workers=2.*workers=4"),
         ({"plan": "pp=9", "strategy": None}, "pipeline: 9 stages for 8 layers .use pp=8 or fewer"),
         ({"plan": "pp=2,dp=8", "batch_size": 4, "strategy": None}, "batch_size=4 is smaller than the 8 data ranks"),
-        ({"plan": "pp=2,schedule=interleaved,accumulation=3"}, "3 micro-batches are no multiple of the 2 stages"),
+        ({"plan": "pp=2,schedule=interleaved,accumulation=3"}, "3 micro-batches are not a multiple of the 2 stages"),
         ({"plan": "pp=4,schedule=pipedream,accumulation=3"}, "3 micro-batches for the 4 stages.*accumulation=4"),
         ({"plan": "pp=2,schedule=interleaved,chunks=5,accumulation=2"}, "chunks|layers"),
     ],

@@ -106,7 +106,7 @@ def test_what_is_missing_is_what_has_no_part() -> None:
     ranges = split_ranges(index_of([30]), 10)
     names = [ranges[1].name, "_PREDICTIONS.json", "_notes/by-hand.txt"]
     assert missing_ranges(ranges, [*names], "out") == (ranges[0], ranges[2])
-    with pytest.raises(RunConflict, match=r"are no parts of these predictions, such as train\.parquet") as caught:
+    with pytest.raises(RunConflict, match=r"are not parts of these predictions, such as train\.parquet") as caught:
         missing_ranges(ranges, [*names, "train.parquet"], "out")
     assert "fresh=True" not in caught.value.remedy
     with pytest.raises(RunConflict) as caught:

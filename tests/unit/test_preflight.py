@@ -138,7 +138,7 @@ def meta() -> nn.Module:
         ({"loss": logging}, JobError, "tw.log('lr') was given shape (2,) for 16 rows"),
         ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
-        ({"loss": None, "step": stepped, "best": "kl"}, JobError, "best='kl' is no evaluated metric: valid"),
+        ({"loss": None, "step": stepped, "best": "kl"}, JobError, "best='kl' is not an evaluated metric: valid"),
     ],
     ids=["reduced metric", "metric", "loss", "weight", "no optimizer", "schedule", "end of a schedule",
          "nan", "unmerged", "logged", "meta", "shapes", "no metric"],
@@ -461,7 +461,7 @@ def test_keras_metrics_that_are_no_sum_are_refused(tmp_path: Path) -> None:
     batch = first_rows(wanted, wanted.train, wanted.train.index())
     task = TrialTask(job=wanted, train=batch, evaluate=batch, total_steps=12)
     error = run_trial(task).error
-    assert isinstance(error, JobError) and "last' is no sum over batches" in str(error)
+    assert isinstance(error, JobError) and "last' is not a sum over batches" in str(error)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
     def logged(outputs: Any, targets: Any) -> Any:
@@ -472,7 +472,7 @@ def test_keras_metrics_that_are_no_sum_are_refused(tmp_path: Path) -> None:
     assert isinstance(told, JobError) and "tw.log('mean') is for torch" in str(told)
     fitted = wanted.replace(run="fit", optimizer=None, loss=None, metrics={}, best="acuracy", model=compiled)
     error = run_trial(TrialTask(job=fitted, train=batch, evaluate=batch, total_steps=12)).error
-    assert isinstance(error, JobError) and "best='acuracy' is no evaluated metric: did you mean 'accu" in str(error)
+    assert isinstance(error, JobError) and "best='acuracy' is not an evaluated metric: did you mean 'accu" in str(error)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert (
         run_trial(TrialTask(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12))

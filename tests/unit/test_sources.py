@@ -170,7 +170,7 @@ def test_tables_of_three_kinds_are_the_same() -> None:
         (pd.DataFrame([[1, 2]], columns=["x", "x"]), "'x' comes twice"),
         ({1: [1], "1": [2]}, "column '1' comes twice"),
         ({"x": np.ma.MaskedArray([1, 2], mask=[False, True])}, "masked values have no meaning"),
-        (7, "a int is no table"),
+        (7, "a int is not a table"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(data: Any, message: str) -> None:
@@ -229,7 +229,7 @@ def broken(tmp_path: Path, kind: str) -> Dataset:
         ("other files", "no parquet file is here, among 1 entries", "data"),
         ("missing", "nothing at this path", "nowhere"),
         ("no rows", "no rows", "data"),
-        ("torn", "no whole parquet file", "x.parquet, "),
+        ("torn", "not a whole parquet file", "x.parquet, "),
         ("no file of the glob", "no parquet file is here", "*.orc"),
         ("drift", "'nulls' is double here and int64 in", "y.parquet, column 'nulls'"),
         ("column gone", "'nulls' is missing here and int64 in", "y.parquet, column 'nulls'"),

@@ -167,7 +167,7 @@ def test_what_cannot_be_split_is_named() -> None:
     data = table({"x": np.arange(30), "image": np.zeros((30, 2))})
     with pytest.raises(DataError, match="no column 'y'"):
         split(data, SHARES, by="y")["train"].index()
-    with pytest.raises(DataError, match="are no keys") as caught:
+    with pytest.raises(DataError, match="are not keys") as caught:
         split(data, SHARES, by="image")["train"].index()
     assert "row group 0" in caught.value.where
     with pytest.raises(DataError, match="'b' has none of 3 rows"):

@@ -174,7 +174,7 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
     with pytest.raises(JobError, match="no layer 'first': valid names: 0, 1, 2"):
         asked(student="first")
-    with pytest.raises(JobError, match="item '1' of the layer is no tensor: it gives one tensor"):
+    with pytest.raises(JobError, match="item '1' of the layer is not a tensor: it gives one tensor"):
         asked(student="1:1")
     with pytest.raises(JobError, match=r"no column 'teacher\.big/midle'"):
         asked(teacher="midle")

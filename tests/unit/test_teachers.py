@@ -169,7 +169,7 @@ def test_logits_are_taken_of_probabilities_that_are_said_to_be(tmp_path: Path) -
         with pytest.raises(JobError, match="outputs are probabilities and no logits") as caught:
             speak(Teacher(name="t", model=softmaxed, inputs="x"))
         assert "Teacher(probabilities=True)" in str(caught.value)
-        with pytest.raises(JobError, match="are no probabilities, 1 in sum"):
+        with pytest.raises(JobError, match="are not probabilities, 1 in sum"):
             speak(Teacher(name="t", model=seeded, inputs="x", probabilities=True))
 
 
@@ -213,7 +213,10 @@ LATE: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
         "no layer 'none': valid names: f",
     ),
     "foreign": (lambda path: {"model": lambda: nn.Linear(4, 3), "weights": path}, "the weights do not fit the model"),
-    "item": (lambda path: {"model": Several, "weights": path, "layers": ("middle:7",)}, "item '7' of the layer is no "),
+    "item": (
+        lambda path: {"model": Several, "weights": path, "layers": ("middle:7",)},
+        "item '7' of the layer is not a ",
+    ),
     "output": (lambda path: {"model": Several, "weights": path, "output": "logit"}, "did you mean 'logits'"),
     "keras": (lambda path: {"model": keras_model, "weights": path}, "the weights do not fit the model"),
 }

@@ -307,7 +307,7 @@ def test_attention_in_one_kernel_is_scaled_alike(scale: float, why: str) -> None
     [
         ({"upp": "column"}, "names 'upp'.*nearest is 'up'"),
         ({"up": "colum"}, "'colum'.*nearest is 'column'"),
-        ({"up": "vocabulary"}, "no plain nn.Embedding"),
+        ({"up": "vocabulary"}, "not a plain nn.Embedding"),
         ({"up": "column"}, "cannot be followed"),
         ({"up": "row", "down": "column"}, "cannot be followed"),
     ],
@@ -320,7 +320,7 @@ def test_a_plan_that_is_wrong_is_told(plan: dict[str, str], words: str) -> None:
 def test_degrees_that_do_not_divide_are_told() -> None:
     with pytest.raises(JobError, match="4 tensor-parallel ranks cannot share 2 heads"):
         split(Language(), 4)
-    with pytest.raises(JobError, match="its 8 outputs are no multiple of 3"):
+    with pytest.raises(JobError, match="its 8 outputs are not a multiple of 3"):
         split(Pair(), 3, {"up": "column", "down": "row"})
 
 

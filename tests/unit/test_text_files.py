@@ -69,7 +69,7 @@ def test_text_becomes_sequences(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="by='word' is no way"):
+    with pytest.raises(DataError, match="by='word' is not a way"):
         text(tmp_path, by="word")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\n")
     with pytest.raises(DataError, match="not UTF-8") as caught:

@@ -220,7 +220,7 @@ def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(JobError) as caught:
         ready(tmp_path, train=data, evaluate=data, sample_weight="v")
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        "sample_weight='v' is no column of train", "sample_weight='v' is no column of evaluate"
+        "sample_weight='v' is not a column of train", "sample_weight='v' is not a column of evaluate"
     ]  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_record_cut_off_anywhere_names_file_and_offset(tmp_path: Path, kept: i
 @pytest.mark.parametrize(
     ("payloads", "error", "where"),
     [
-        ([LABEL, b"some text"], "the record is no tf.train.Example: ", ", row group 0, row 1"),
+        ([LABEL, b"some text"], "the record is not a tf.train.Example: ", ", row group 0, row 1"),
         ([LABEL, LABEL[:-1]], "it cannot be parsed", ", row group 0, row 1"),
         ([b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"], "it cannot be parsed", ", row group 0, row 0"),
         ([b"\x0a\x00\x12\x00"], "it looks like a SequenceExample", ", row group 0, row 0"),

@@ -112,7 +112,7 @@ def test_the_published_orders() -> None:
     assert drawn("interleaved", 3, 2).startswith("F1a F2a F3a F4a F1b B1b F2b B2b F3b B3b F4b B4b F5a B1a F6a B2a")
     assert drawn("zero_bubble", 0) == ("F1 F2 F3 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 F8 B5 W5 B6 W6 B7 W7 B8 W8")
     assert drawn("zero_bubble", 3) == ("F1 B1 F2 B2 F3 B3 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 F8 B8 W5 W6 W7 W8")
-    with pytest.raises(ValueError, match="6 micro-batches are no multiple of 4 stages"):
+    with pytest.raises(ValueError, match="6 micro-batches are not a multiple of 4 stages"):
         stage_operations("interleaved", stage=0, stages=4, micro_batches=6, chunks=2)
 
 

@@ -339,7 +339,7 @@ def test_a_loss_that_is_not_finite_names_step_and_samples_and_changes_nothing() 
         ({"model": lambda: nn.Tanh()}, "no parameter that requires a gradient"),
         ({"model": lambda: nn.LazyLinear(3)}, "has no shape yet"),
         ({"optimizer": lambda parameters: None}, "return a torch.optim.Optimizer"),
-        ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "no parameter of the model"),
+        ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "not a parameter of the model"),
     ],
 )
 def test_build_refuses(change: Mapping[str, Any], text: str) -> None:

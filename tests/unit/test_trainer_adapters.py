@@ -130,7 +130,7 @@ def test_a_plateau_that_follows_no_loss_of_the_evaluation_is_refused() -> None:
     for name in ("train_loss", "val_accuracy"):
         with pytest.raises(JobError, match=f"monitor='{name}': only a loss of the evaluation is covered"):
             monitored(name)
-    for name in ("epoch_loss", "text_loss"):  # one is not logged, the other is no tensor
+    for name in ("epoch_loss", "text_loss"):  # one is not logged, the other is not a tensor
         job = monitored(name)
         with pytest.raises(JobError, match=f"monitor='{name}'.* logs no tensor under this name"):
             one_device(job.model_spec(7)).evaluate_step(step_feed(job.evaluate, np.arange(20)))
@@ -388,9 +388,9 @@ def test_lengths_of_a_trainer() -> None:
     assert found(max_steps=2) == (1, 16)
     assert found(gradient_accumulation_steps=1, train_batch_size=2, eval_strategy="steps", eval_steps=11) == (3, None)
     assert found(gradient_accumulation_steps=1, train_batch_size=2, num_train_epochs=0.5, max_steps=0) == (1, 12)
-    with pytest.raises(JobError, match="no whole passes of 3 steps"):
+    with pytest.raises(JobError, match="not whole passes of 3 steps"):
         found(num_train_epochs=1.5)
-    with pytest.raises(JobError, match="no multiple of eval_steps=5"):
+    with pytest.raises(JobError, match="not a multiple of eval_steps=5"):
         found(eval_strategy="steps", eval_steps=5)
 
 
@@ -424,7 +424,7 @@ def test_epochs_that_are_no_whole_passes_are_refused_with_what_is_not_set_yet(ar
     with pytest.raises(JobError) as refused:
         tw.from_hf_trainer(Trainer(gradient_accumulation_steps=1, **arguments))
     (problem,) = refused.value.problems
-    assert re.search(f"no whole passes of .*{advice}", problem)
+    assert re.search(f"not whole passes of .*{advice}", problem)
 
 
 class SizedTrainer(Trainer):
@@ -473,7 +473,7 @@ def test_what_a_trainer_has_and_a_job_has_not_is_refused_by_name() -> None:
     words = ("compute_loss()", "deepspeed=", "label_smoothing_factor=", "compute_metrics=", "Points", "eval_dataset")
     assert len(refused.value.problems) == len(words)
     assert all(any(word in problem for problem in refused.value.problems) for word in words)
-    with pytest.raises(JobError, match=r"no transformers\.Trainer"):
+    with pytest.raises(JobError, match=r"not a transformers\.Trainer"):
         tw.from_hf_trainer(Classifier())
 
 

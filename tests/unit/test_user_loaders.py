@@ -340,7 +340,7 @@ def noisy() -> Iterator[Any]:
         (lambda: from_torch(Unsized(noisy), rows=9), "other rows among its first 64"),
         (lambda: from_torch(Stream(), rows=ROWS + 1), f"rows={ROWS + 1}, and a pass has {ROWS}"),
         (lambda: from_torch(Numbers(), rows=3), "rows by number"),
-        (lambda: from_torch(Stream(), rows=0), "no length of a pass"),
+        (lambda: from_torch(Stream(), rows=0), "not a length of a pass"),
         (lambda: from_torch(Unsized(partial(iter, (n for n in range(3)))), rows=3), "cannot be sent to the workers"),
         (lambda: from_torch(lambda: [1, 2]), "the function returned a list"),
         (lambda: from_huggingface(lambda: Stream()), "the function returned a Stream"),
@@ -404,7 +404,7 @@ def test_a_job_takes_loaders_as_they_are() -> None:
     made = job(train=DataLoader(Stream(), batch_size=7), evaluate=Numbers())
     assert (repr(made.train), repr(made.evaluate)) == ("from_torch(DataLoader)", "from_torch(Numbers)")
     assert repr(made.replace(batch_size=8).train) == "from_torch(DataLoader)"
-    with pytest.raises(JobError, match=r"train= is no data set, but a function: give tw\.datasets\.from_torch"):
+    with pytest.raises(JobError, match=r"train= is not a data set, but a function: give tw\.datasets\.from_torch"):
         job(train=endless)
 
 

@@ -226,7 +226,7 @@ def test_the_command_writes_a_page_and_json() -> None:
         (["--mtbf", "-1h"], "'-1h' is not a time"),
         (["--mtbf", "infh"], "'infh' is not a time"),
         (["--cluster", "4xA900"], "the accelerator 'A900' is not known"),
-        (["--cluster", "0xL4"], "'0xL4' is no cluster"),
+        (["--cluster", "0xL4"], "'0xL4' is not a cluster"),
         (["--for", "cheap"], "unknown aim 'cheap' (for)\n  -> did you mean 'cheapest'?"),
         (["--batch-sizes", "64"], "without the critical batch"),
         (["--batch-sizes", "64,,2", "--critical-batch", "9"], "'' is not a batch size (--batch-sizes)"),

@@ -51,7 +51,7 @@ def job(**fields: Any) -> tw.Job:
 @pytest.mark.parametrize(
     ("fields", "advice"),
     [
-        ({"train": iter}, "train= is no data set, but a builtin_function_or_method: give tw.datasets"),
+        ({"train": iter}, "train= is not a data set, but a builtin_function_or_method: give tw.datasets"),
         ({"train": Duck()}, "tw.datasets.from_torch(dataset"),
         ({"train": {"x": [1]}}, "give tw.datasets.table({...})"),
         ({"train": np.ones(3)}, 'give tw.datasets.table({"x": array'),
@@ -96,7 +96,7 @@ def test_ragged_rows_make_a_column_and_are_told_what_to_do_where_nothing_pads_th
     ("method", "function", "said"),
     [
         ("map", lambda row: row, "cannot be called with (row, rng): too many positional arguments"),
-        ("map", 3, "3 is no function"),
+        ("map", 3, "3 is not a function"),
         ("map_batches", lambda: None, "cannot be called with (columns)"),
         ("filter", lambda row, rng: True, "cannot be called with (row): missing a required argument: 'rng'"),
         ("filter_batches", lambda: True, "cannot be called with (columns)"),

@@ -161,7 +161,7 @@ def test_a_torn_part_and_what_is_no_prediction_are_refused(tmp_path: Path) -> No
     other = stored(tmp_path / "out", range(30))
     part = tmp_path / "out" / "part-1.parquet"
     part.write_bytes(part.read_bytes()[:-9])
-    with pytest.raises(DataError, match="no whole parquet file") as caught:
+    with pytest.raises(DataError, match="not a whole parquet file") as caught:
         table_of(30).beside(other).index()
     assert "part-1.parquet" in caught.value.where
     with pytest.raises(DataError, match=r"'sample' says which row .* there is no such column"):

@@ -160,7 +160,7 @@ def _layer_of(model: keras.Model, path: str) -> Any:
 def _layer_outputs(layers: Mapping[str, tuple[Any, str]]) -> Iterator[Callable[[], dict[str, Any]]]:
     """Record layer outputs within this context; yield a function that returns those of the last calls, by name.
 
-    The function raises JobError if a layer did not run, or the selected item of its output is no tensor.
+    The function raises JobError if a layer did not run, or the selected item of its output is not a tensor.
 
     Args:
         layers: name -> the layer, and its name in a `Match`.

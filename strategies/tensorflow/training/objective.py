@@ -177,7 +177,7 @@ class KerasCaller:
             weights: (rows,), of the feed.
 
         Raises:
-            JobError: the result is no tensor, was reduced, or its first dimension is not the batch.
+            JobError: the result is not a tensor, was reduced, or its first dimension is not the batch.
         """
         values = tf.convert_to_tensor(result.values if isinstance(result, Terms) else result)
         self._check(what, values, weights)
@@ -301,7 +301,7 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
         return _autograph_function(function._fn)(targets, outputs, **function._fn_kwargs)
     if isinstance(function, keras.metrics.Metric):
         kind = f"keras.metrics.{type(function).__name__}"
-        raise JobError([f"{kind} is no mean over samples: it can be one of metrics=, and no loss"])
+        raise JobError([f"{kind} is not a mean over samples: it can be one of metrics=, but not loss="])
     if not takes_targets_first(function):
         return _autograph_function(function)(outputs, targets)
     if metric and not isinstance(function, keras.losses.Loss):

@@ -163,7 +163,7 @@ class _LayerPlanner:
             block |= {named[key]: "row" for key in rows & named.keys()}
             problems = [f"module {name!r}: {why}" for name, role in block.items() if (why := self._unfit(name, role))]
             if problems or len(block) < len(columns | rows):
-                self._reasons += problems or ["a product with a parameter that is no linear layer's"]
+                self._reasons += problems or ["a product with a parameter that is not a linear layer's"]
                 continue
             parents = (self._meta_model.get_submodule(name.rpartition(".")[0]) for name in block)
             kind = tuple(sorted({type(parent).__qualname__ for parent in parents}))
@@ -208,7 +208,7 @@ class _LayerPlanner:
             if not meant:
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"; the nearest is {near[0]!r}" if near else ""
-                raise self._plan_error(f" names {pattern!r}, which is no module of the model{hint}")
+                raise self._plan_error(f" names {pattern!r}, which is not a module of the model{hint}")
             if role not in ROLES:
                 near = get_close_matches(role, ROLES, n=1, cutoff=0.0)
                 hint = f"({', '.join(ROLES)}); the nearest is {near[0]!r}"
@@ -225,17 +225,17 @@ class _LayerPlanner:
         if role == "vocabulary":
             plain = type(module) is nn.Embedding and module.max_norm is None
             plain = plain and not (module.sparse or module.scale_grad_by_freq)
-            return "" if plain else "it is no plain nn.Embedding"
+            return "" if plain else "it is not a plain nn.Embedding"
         if role == "gathered":
-            return "" if type(module) is nn.Linear else "it is no nn.Linear"
+            return "" if type(module) is nn.Linear else "it is not an nn.Linear"
         turned = weight_is_transposed(module)
         if turned is None:
-            return "it is no linear layer with a weight and perhaps a bias alone"
+            return "it is not a linear layer with only a weight and perhaps a bias"
         dimension = shard_dims(module, role)["weight"]
         weight = module._parameters["weight"]
         assert weight is not None, "a linear layer has one"
         size = weight.shape[dimension]
-        return f"its {size} {'outputs' if role == 'column' else 'inputs'} are no multiple of {self._degree}" * bool(
+        return f"its {size} {'outputs' if role == 'column' else 'inputs'} are not a multiple of {self._degree}" * bool(
             size % self._degree
         )
 

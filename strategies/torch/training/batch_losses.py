@@ -102,7 +102,7 @@ def batch_mean(what: str, result: Any, weight: Weight, columns: Mapping[str, Ten
 def _count(weight: str | Callable[[Any], Any], columns: Mapping[str, Tensor], value: Tensor, where: str) -> Tensor:
     """Return how many items of a micro-batch count, in a type of losses."""
     if isinstance(weight, str) and weight not in columns:
-        raise JobError([f"weight={weight!r} is no column of the batch: {nearest(weight, columns)}"], where=where)
+        raise JobError([f"weight={weight!r} is not a column of the batch: {nearest(weight, columns)}"], where=where)
     with TorchUserCode("weight=", where):
         found = columns[weight].sum() if isinstance(weight, str) else weight(dict(columns))
         count = torch.as_tensor(found, device=value.device).detach()

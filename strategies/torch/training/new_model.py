@@ -148,7 +148,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
         )
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if extra:
-        problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
+        problems.append(f"{extra[0]!r} of the model's state is not a tensor: keep state in parameters and buffers")
     problems += sparse_problems(model)
     problems += untrained_problems(spec.loss, model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]

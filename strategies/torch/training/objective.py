@@ -526,7 +526,7 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
         where: the rank, for errors.
 
     Raises:
-        JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+        JobError: it is not a tensor, it was reduced, or its first dimension is not the batch.
     """
     values = result.values if isinstance(result, Terms) else result
     if problem := _values_problem(what, values, batch.rows):

@@ -96,7 +96,7 @@ def _check_optimizer(what: str, optimizer: Any, names: Mapping[nn.Parameter, str
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in held):
-        raise JobError([f"{what} holds a tensor that is no parameter of the model"], where=where)
+        raise JobError([f"{what} holds a tensor that is not a parameter of the model"], where=where)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -427,4 +427,6 @@ def _local_buffers(model: nn.Module, patterns: Sequence[str], where: str) -> fro
 def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) -> str:
     if any(fnmatchcase(name, pattern) for name in parameters):
         return "a parameter, which is the same on all ranks: only buffers can be local"
-    return f"which is no buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
+    return (
+        f"which is not a buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
+    )

@@ -379,7 +379,7 @@ def with_largest() -> keras.Model:
     ("fields", "said"),
     [
         ({"model": tutorial, "callbacks": drifting}, "the model of rank 1 is not that of rank 0 after step 1"),
-        ({"model": with_largest}, "metric variable 'largest/most' is no sum over batches"),
+        ({"model": with_largest}, "metric variable 'largest/most' is not a sum over batches"),
     ],
     ids=["drift", "metric"],
 )

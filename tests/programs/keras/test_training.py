@@ -245,7 +245,7 @@ def test_metrics_with_state_are_those_of_keras_on_all_rows(pool: Pool) -> None:
 
 
 def test_a_metric_that_is_no_sum_is_refused(pool: Pool) -> None:
-    with pytest.raises(JobError, match=r"metric variable .*top. is no sum over batches, .* or another metric"):
+    with pytest.raises(JobError, match=r"metric variable .*top. is not a sum over batches, .* or another metric"):
         train_on_workers(pool, of_kinds({"top": Largest}))
 
 

@@ -302,7 +302,7 @@ def test_states_of_torchmetrics_are_merged_by_their_reductions() -> None:
     right = sum(int((each["x"][:, :3].argmax(1) == each["y"]).sum()) for each in rows)
     for metric in (Reduced, Reduced(), lambda: Reduced()):
         assert compute_states(evaluated(metric, parts=3)).means()["wanted"] == pytest.approx(right / 15)
-    with pytest.raises(JobError, match="keeps 'right', which is no sum, minimum, maximum or list"):
+    with pytest.raises(JobError, match="keeps 'right', which is not a sum, minimum, maximum or list"):
         compute_states(evaluated(lambda: Reduced(dim_zero_mean)))
 
 
@@ -350,7 +350,7 @@ def test_metrics_of_torchmetrics_that_cannot_be_merged_are_refused() -> None:
     from torchmetrics import MetricCollection, classification, regression
 
     for make, problem in (
-        (regression.PearsonCorrCoef, "which is no sum, minimum, maximum or list"),
+        (regression.PearsonCorrCoef, "which is not a sum, minimum, maximum or list"),
         (lambda: MetricCollection([classification.BinaryAccuracy()]), "has metrics inside|has no merge|is no metric"),
     ):
         total = MetricSums()

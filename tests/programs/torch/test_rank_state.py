@@ -286,5 +286,7 @@ def test_one_device_keeps_what_is_not_saved_too() -> None:
 
 
 def test_what_is_no_buffer_cannot_be_local() -> None:
-    assert "no buffer of the model: did you mean 'seen'?" in problem_of(lambda: one_device(job(local_state=("sen",))))
+    assert "not a buffer of the model: did you mean 'seen'?" in problem_of(
+        lambda: one_device(job(local_state=("sen",)))
+    )
     assert "only buffers can be local" in problem_of(lambda: one_device(job(local_state=("linear.*",))))

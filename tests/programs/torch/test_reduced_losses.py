@@ -339,7 +339,7 @@ def test_weight_says_what_the_mean_is_over(changes: dict[str, Any]) -> None:
         ({"step": lambda m, b: b["tags"].sum()}, JobError, "the loss has no gradient"),
         ({"weight": lambda b: b["tags"] != -100}, JobError, r"weight= returned shape \(8, 6\): return one number"),
         ({"weight": lambda b: b["z"].sum()}, UserCodeError, "weight= raised KeyError: 'z'"),
-        ({"weight": "tag"}, JobError, "weight='tag' is no column of the batch: did you mean 'tags'"),
+        ({"weight": "tag"}, JobError, "weight='tag' is not a column of the batch: did you mean 'tags'"),
         ({"step": lambda m, b: m(b["tokens"])}, JobError, "returned Output without a loss: give the model its labels"),
         (
             {"step": lambda m, b: texts(m, b).repeat(8), "weight": counted},
