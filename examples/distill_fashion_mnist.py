@@ -22,7 +22,7 @@ from torch.nn import functional
 import trainwright as tw
 
 LABELS, VALIDATION, UNITS = 6_000, 1_000, 16
-UNKNOWN = -1  # of a label
+UNKNOWN = -1  # stands for a missing label
 data = sample_data.fashion_mnist("data/fashion-mnist")
 images = tw.datasets.parquet(data.train)
 

@@ -160,10 +160,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.scale = math.sqrt(size.width)
         for name, matrix in self.named_parameters():
-            if matrix.dim() == 2:  # what goes into the stream begins small, so that its depth does not matter
+            if matrix.dim() == 2:  # layers that add to the residual stream start smaller in a deeper network
                 into = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(matrix, std=(matrix.shape[1] * (2 * size.depth if into else 1)) ** -0.5)
-        nn.init.zeros_(self.head.weight)  # at first all tokens are as likely
+        nn.init.zeros_(self.head.weight)  # at first all tokens are equally likely
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token that follows each token; `tw.generate` gives the cache."""
@@ -223,7 +223,7 @@ def bits_per_character(logits: Tensor, given: tuple[Tensor, Tensor], *, characte
 
 def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return -log p of each token except the first, in nats: (rows, tokens - 1)."""
-    follow = tokens.long().roll(-1, dims=1)  # on the last there follows nothing: its value is left out
+    follow = tokens.long().roll(-1, dims=1)  # nothing follows the last token: its value is left out
     values = functional.cross_entropy(logits.flatten(0, 1), follow.flatten(), reduction="none")
     return values.view_as(follow)[:, :-1]
 
@@ -271,7 +271,7 @@ def job(size: Literal["tiny", "third", "small", "laptop", "cluster"] = "laptop")
     text = sample_data.king_james(FOLDER)
     learnt = tokenizer(text.train, chosen.vocabulary)
     first, rest = (np.array(learnt.encode(Path(part).read_text(encoding="ascii")).ids) for part in text)
-    known, new = 3 * chosen.context // 4, chosen.context // 4  # of each sequence that judges
+    known, new = 3 * chosen.context // 4, chosen.context // 4  # context and scored tokens of an evaluated row
     characters = torch.tensor([len(learnt.decode([token])) for token in range(chosen.vocabulary)])
     return tw.Job(
         name=f"gpt-{size}",
