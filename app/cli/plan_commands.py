@@ -96,7 +96,7 @@ def plan(
     aim: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="AIM", help="With --cluster: optimize for fastest (default), cheapest or smallest."
+            "--for", metavar="GOAL", help="With --cluster: optimize for fastest (default), cheapest or smallest."
         ),
     ] = None,
     price: Annotated[

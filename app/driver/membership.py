@@ -363,7 +363,7 @@ def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
     if turn.state.phase is Phase.RUNNING:
         start_standbys(turn)
     if lost == MAX_STANDBY_FAILURES:
-        turn.emit(Noted(text=f"going on without spare workers, since {lost} ended by themselves: {event.cause}"))
+        turn.emit(Noted(text=f"continuing without warm standbys, since {lost} ended by themselves: {event.cause}"))
 
 
 def on_start_deadline(turn: Transition) -> None:
@@ -433,9 +433,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     _emit_repeated_steps(turn, living)
     staying = [worker for worker in rank_of if leaving is None or worker != leaving.worker]
     if staying:
-        turn.emit(
-            Noted(text=f"took over {_count_text(len(living) - (leaving is not None))} that outlived the driver before")
-        )
+        turn.emit(Noted(text=f"took over {_count_text(len(living) - (leaving is not None))} of the previous driver"))
         turn.call(staying, "leave")
     if leaving is not None:
         _copy_or_replace(turn, leaving)
@@ -482,7 +480,7 @@ def _reusable_workers(
     leaving = max(holders, key=lambda one: one.step, default=None)
     if spent:
         turn.emit(
-            Noted(text=f"{_count_text(len(spent))} of the driver before ended: this strategy begins in new processes")
+            Noted(text=f"ended {_count_text(len(spent))} of the previous driver: this strategy needs new processes")
         )
     for one in spent:
         if one is not leaving:

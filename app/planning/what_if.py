@@ -90,7 +90,7 @@ class SizingRequest:
             raise PlanError(
                 "batch sizes cannot be compared without the critical batch, which determines their steps to the target",
                 where="batch_sizes",
-                remedy="give it in samples: critical_batch=2000 (the gradient noise scale; see README)",
+                remedy="give it in samples: critical_batch=2000 (the gradient noise scale; see docs/planning.md)",
             )
 
     def steps_with(self, batch_size: int) -> int:

@@ -384,7 +384,7 @@ class PendingNodeWatcher:
                 found = self._see()
             except Exception as error:  # what watches a run must not end it
                 if not self._closed.is_set():
-                    self._write(Noted(text=f"which nodes the cluster starts is not known any more: {error}"))
+                    self._write(Noted(text=f"the nodes that the cluster starts are no longer known: {error}"))
                 return
             if found != self._told:
                 self._told = found

@@ -102,7 +102,7 @@ class PreemptionWatcher:
     def _on_answer(self, node: str, worker: int, came: Future[Any]) -> None:
         error = came.exception()
         if isinstance(error, RayTaskError):  # another worker would fail alike
-            self._note(f"no notices of the cloud are seen for {self._nodes[worker][0]}: {error.cause}")
+            self._note(f"preemption notices of the cloud cannot be read on {self._nodes[worker][0]}: {error.cause}")
         elif error is not None:  # it has ended
             del self._asked[node]
             other = next((each for each in self._workers(node) if each != worker), None)

@@ -30,7 +30,7 @@ def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunctio
         raise RunConflict(
             f"run {run!r} is not running: {state}",
             where=store.uri_of(run),
-            remedy=f"nothing is to be stopped; it stands where `trainwright show {run} {_option(store)}` says",
+            remedy=f"there is nothing to stop; `trainwright show {run} {_option(store)}` shows its state",
         )
     store.put(stop_request_path(run, head.token), b"now" if now else b"checkpoint")
 

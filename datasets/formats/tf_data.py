@@ -189,7 +189,7 @@ class _PipelineSource(SequentialSource):
             raise DataError(
                 "the pipeline has no end",
                 where=self.describe(),
-                remedy="leave .repeat() out (epochs= of the job says how often), or pass rows= for a pass of so many",
+                remedy="leave .repeat() out (epochs= of the job says how often), or pass rows= for a pass of that many",
             )
         if known == _UNKNOWN:
             raise DataError(

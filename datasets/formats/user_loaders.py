@@ -343,7 +343,7 @@ class _IterableSource(SequentialSource):
             raise DataError(
                 "it does not know how many rows it gives in a pass",
                 where=self.describe(),
-                remedy=f"pass {self.call}(..., rows=): of a longer or endless one, a pass is its first so many rows",
+                remedy=f"pass {self.call}(..., rows=): a pass of a longer or endless one has that many rows",
             )
         return self.rows or counted or 0
 

@@ -114,7 +114,7 @@ class StreamSpec:
         return DataError(
             f"the Ray Dataset {what}",
             where=f"{self.name}, epoch {epoch}",
-            remedy="make each execution give the same rows (seed what is random), or pass rows= for a pass of so many",
+            remedy="make each execution give the same rows (seed all randomness), or pass rows= for a shorter pass",
         )
 
 

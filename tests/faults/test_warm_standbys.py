@@ -59,6 +59,6 @@ def test_a_model_that_cannot_be_built_twice_is_no_failure_of_the_run(
 
     tw.fit(torch_jobs.job(folder, model=build, spares=1, awaits={10: torch_jobs.Awaited(kind=events.Noted)}))
     notes: Any = told(folder, "faulty", events.Noted)
-    assert "going on without spare" in notes[0].text and "only so many licences" in notes[0].text
+    assert "continuing without warm standbys" in notes[0].text and "only so many licences" in notes[0].text
     assert not told(folder, "faulty", events.Failed)
     assert final_state(folder, "faulty") == unbroken(2)

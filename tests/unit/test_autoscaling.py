@@ -216,7 +216,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(monkeypatch)
     yield made
     assert made.after(RuntimeError("no head")) == Noted(
-        text="which nodes the cluster starts is not known any more: no head"
+        text="the nodes that the cluster starts are no longer known: no head"
     )
     made.lookout.close()
 

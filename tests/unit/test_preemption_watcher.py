@@ -171,7 +171,7 @@ def test_a_machine_of_no_cloud_is_asked_once(scene: Scene, watcher: PreemptionWa
 def test_an_error_of_the_question_itself_is_told_and_not_repeated(scene: Scene, watcher: PreemptionWatcher) -> None:
     scene.answer(0, RayTaskError("node_notice", "traceback", ValueError("broken")))
     assert [worker for worker, _ in scene.asked] == [0, 2]
-    assert scene.notes == ["no notices of the cloud are seen for node-a: broken"]
+    assert scene.notes == ["preemption notices of the cloud cannot be read on node-a: broken"]
 
 
 def test_sigterm_is_of_one_process(scene: Scene, watcher: PreemptionWatcher) -> None:
