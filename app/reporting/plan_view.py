@@ -1,4 +1,7 @@
-"""A plan as text and tables: one line, names and values, the decision with its alternatives, ranks by node."""
+"""A plan as text and tables: one line, names and values, the decision with its alternatives, ranks by node.
+
+Beside it, the options of a job.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
+from trainwright.core.events import RunStarted
+from trainwright.core.job import GROUP_OF, Job
 from trainwright.core.plan import (
     Estimate,
     InfeasiblePlan,
@@ -345,3 +350,11 @@ def mesh_text(table: MeshTable) -> Table:
     if len(table.rows) > SHOWN_ROWS:
         text.add_row(Text(f"and {len(table.rows) - SHOWN_ROWS} more", style="dim"))
     return text
+
+
+def configuration(start: RunStarted) -> dict[str, list[tuple[str, str]]]:
+    """Return the fields of the job in order, those that have their defaults apart."""
+    fields = sorted((name, str(value)) for name, value in start.shown_job.items())
+    usual = {name: str(Job.default(name)) for name in GROUP_OF}
+    defaults = [(name, text) for name, text in fields if text in ("", usual.get(name))]
+    return {"configuration": [each for each in fields if each not in defaults], "defaults": defaults}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, Placed, RunStarted
-from trainwright.core.job import GROUP_OF, Job
 from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
 from trainwright.reporting.device_memory import RankMemory, rank_memory
@@ -18,7 +17,15 @@ from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.chart_data import chart_data, undrawn_text
 from trainwright.reporting.html.recovery_timeline import recoveries, run_segments, wall_s
 from trainwright.reporting.html.templates import render_report_page, render_template, sanitized_svg
-from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
+from trainwright.reporting.plan_view import (
+    SHOWN_ROWS,
+    configuration,
+    mesh_table,
+    other_rows,
+    plan_from,
+    plan_line,
+    plan_rows,
+)
 from trainwright.reporting.run_history import TIME_LABELS, RunHistory, noise_text, read_history, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import read_run_summary
@@ -103,21 +110,13 @@ def render_report_body(history: RunHistory, *, uri: str = "", now_s: float = 0.0
         memory=[_memory_cells(each) for each in rank_memory(plan, summary.memory)],
         traces=[(trace.rank, trace.node, trace.steps, trace.path) for trace in summary.traces.values()],
         viewers=[*dict.fromkeys(trace.viewer for trace in summary.traces.values())],
-        **_configuration(start),
+        **configuration(start),
         versions=sorted(start.versions.items()),
         uri=uri,
         made=_utc(now_s) if history.state != "running" else "",
         shown=SHOWN_ROWS,
         duration=formatting.duration,
     )
-
-
-def _configuration(start: RunStarted) -> dict[str, list[tuple[str, str]]]:
-    """Return the fields of the job in order, those that have their defaults apart."""
-    fields = sorted((name, str(value)) for name, value in start.shown_job.items())
-    usual = {name: str(Job.default(name)) for name in GROUP_OF}
-    defaults = [(name, text) for name, text in fields if text in ("", usual.get(name))]
-    return {"configuration": [each for each in fields if each not in defaults], "defaults": defaults}
 
 
 def write_report(

@@ -41,7 +41,7 @@ def column_tensors(collation: Collation, batch: Batch, names: Iterable[str] | No
     """Return columns of a micro-batch as tensors, after collation: the named ones, or all.
 
     Raises:
-        JobError: there is not a column of a name.
+        JobError: there is no column of that name.
         DataError: TensorFlow has no type for a column.
     """
     columns = collation(batch)
