@@ -137,7 +137,8 @@ def stop_waiting(turn: Transition) -> None:
     upload, waited_s = turn.state.checkpoints.upload, turn.settings.saving.upload_deadline_s
     assert upload is not None, "the run waits for it"
     if _wants_evaluation(turn.state, turn.state.position.step):
-        _evaluate(turn)  # a handover waits before the evaluation, and once more after it
+        turn.disarm("notice")  # it is armed again if the handover waits once more, after the evaluation
+        _evaluate(turn)
         return
     count, wanted = len(turn.state.membership.members), target_size(turn.state)
     late = f"the checkpoint of step {upload.step}, which was not written within {waited_s:g} s"

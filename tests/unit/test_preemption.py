@@ -96,11 +96,13 @@ def test_a_node_that_is_drained_without_an_end_waits_for_a_frozen_writer_as_long
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
 
 
-def test_a_step_whose_handover_waits_for_a_frozen_writer_is_evaluated_all_the_same() -> None:
+@pytest.mark.parametrize("left_s", [math.inf, 2000.0])
+def test_a_step_whose_handover_waits_for_a_frozen_writer_is_evaluated_all_the_same(left_s: float) -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=1, evaluate_steps=6).running(HEAD)
-    story.tell(m.PreemptionNoticed(worker=0, left_s=math.inf)).segment(6).snapshot(6)
+    story.tell(m.PreemptionNoticed(worker=0, left_s=left_s)).segment(6).snapshot(6)
     assert story.state.phase is Phase.WAITING
     assert [call.argument.step for call in story.expires("upload").calls("evaluate")] == [6]
+    assert "notice" not in story.state.timers, "it could expire in the evaluation"
     story.returns("evaluate", MetricSums(totals={"loss": (1.0, 1.0)})).expires("upload")
     assert [call.argument.metrics for call in story.calls("run")] == [{"loss": 1.0}]
 
