@@ -162,9 +162,10 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
     segments.on_lease_acquired(turn, event)
     checkpointing.on_lease_acquired(turn, event)
     failure_policy.start_recovery(turn)
-    if step >= turn.settings.length.total_steps:
+    last = step >= turn.settings.length.total_steps
+    if last and _is_evaluated(turn.state, step):
         turn.end_run("done")
-    elif turn.state.ending:
+    elif turn.state.ending and not last:
         turn.end_run("stopped")
     else:
         rendezvous.begin_trials(turn, event)

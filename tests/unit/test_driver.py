@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.driver_harness import FILES, HEAD, Story
@@ -391,6 +393,14 @@ def test_stopping_now_waits_for_a_log_entry_under_way() -> None:
 def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
     story = Story().running(HEAD).tell(m.StopRequested()).segment(8).snapshot(8)
     story.returns("upload", FILES, workers=[0]).committed(8)
+    assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="done", step=8)]
+
+
+def test_a_resumed_run_makes_the_evaluation_of_its_last_step() -> None:
+    last = replace(HEAD, step=8)
+    story = Story(total_steps=8, evaluate_steps=8).running(last)
+    assert [call.argument.step for call in story.calls("evaluate")] == [8] * 2 and not story.calls("run")
+    story.returns("evaluate", *[MetricSums(totals={"loss": (1.0, 1.0)})] * 2)
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="done", step=8)]
 
 
