@@ -271,7 +271,8 @@ def joined_chunks(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array; text and bytes of several chunks with offsets that go beyond 2 GiB."""
     if column.num_chunks == 1:
         return column.chunk(0)  # `combine_chunks` copies even one
-    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(column.type)
+    narrow = ((pa.string(), pa.large_string()), (pa.binary(), pa.large_binary()))
+    wide = next((large for small, large in narrow if column.type == small), None)  # not all types can be hashed
     return (column if wide is None else column.cast(wide)).combine_chunks()
 
 

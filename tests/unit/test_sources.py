@@ -121,6 +121,26 @@ def test_chunks_of_text_and_bytes_are_joined_with_wide_offsets(kind: pa.DataType
     assert joined_chunks(column.slice(1)).type == kind, "one chunk is taken as it is"
 
 
+class Unhashable(pa.ExtensionType):
+    """A type of a library, which defines equality alone, as Ray's tensors do."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(pa.float32(), "trainwright.tests.unhashable")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+def test_chunks_of_a_type_that_cannot_be_hashed_are_joined() -> None:
+    chunk = pa.ExtensionArray.from_storage(Unhashable(), pa.array([1.0], pa.float32()))
+    assert joined_chunks(pa.chunked_array([chunk, chunk])).storage.to_pylist() == [1.0, 1.0]
+
+
 def test_a_relative_path_means_the_same_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     data = pickle.loads(pickle.dumps(parquet("a.parquet", columns=["label"])))
