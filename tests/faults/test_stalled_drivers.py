@@ -101,9 +101,7 @@ TEN = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "moments", [[while_taking_over], pytest.param(TEN, marks=pytest.mark.soak)], ids=["one", "ten"]
-)
+@pytest.mark.parametrize("moments", [[while_recovering], pytest.param(TEN, marks=pytest.mark.soak)], ids=["one", "ten"])
 def test_a_driver_that_stood_still_harms_nothing(
     moments: list[Callable[[Stalls], None]],
     folder: Path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 import torch
@@ -128,7 +127,5 @@ def test_show_and_report() -> None:
 def test_a_stored_summary_has_the_peaks_of_its_plan_alone() -> None:
     summary = RunHistory.fold(run()).summary
     assert RunSummary.of(summary.facts()).memory == summary.memory is not None
-    older: dict[str, Any] = {name: value for name, value in summary.facts().items() if name != "memory"}
-    assert RunSummary.of(older).memory is None
     summary.add(Replanned(plan=asdict(PLAN)))
     assert summary.memory is None
