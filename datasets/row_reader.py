@@ -92,7 +92,12 @@ class RowReader:
         with self._lock:
             if epoch != self._epoch:
                 self._begin(epoch)
-            if self._whole or (self._fits and len(self._kept) == self._slots):
+            if self._whole:
+                try:
+                    return self._take(rows)
+                except (DataError, UserCodeError):  # beside a table in memory, a row of a file is bad
+                    self._whole = False
+            if self._fits and len(self._kept) == self._slots:
                 return self._take(rows)
             return read(rows, np.searchsorted(self._blocks, rows, "right") - 1)
 
@@ -222,6 +227,9 @@ class RowReader:
     def _first(self, block: int, slot: int) -> int:
         """A block's place in memory: its own where all of them fit."""
         return int(self._blocks[block]) if self._fits else slot * self._slot_rows
+
+
+Gather = Callable[[RowReader, Rows, int], Arrays]  # a method of RowReader that gives rows of an epoch
 
 
 def read_single_rows(loader: Loader, index: Index, columns: Sequence[str], rows: Rows) -> Arrays:

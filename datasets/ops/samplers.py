@@ -21,8 +21,8 @@ import numpy.typing as npt
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Index, Loader, PassResult, Rows, Source, even_groups, hash_parts
-from trainwright.datasets.row_reader import RowReader
-from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, split_mix
+from trainwright.datasets.row_reader import Gather, RowReader
+from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, apply_by_pass, split_mix
 
 Floats = npt.NDArray[np.float64]
 
@@ -181,19 +181,29 @@ class _SampledLoader(Loader):
         self._seed, self._epoch = seed, epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        group, names = self._index.groups[number], tuple(columns)
+        group = self._index.groups[number]
+        places = np.arange(group.first, group.first + group.rows, dtype=np.int64)
+        return self._sampled(places, columns, RowReader.gather)
+
+    def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
+        return self._sampled(self._index.groups[number].first + rows, columns, RowReader.salvage)
+
+    def _sampled(self, places: Rows, columns: Sequence[str], gather: Gather) -> Arrays:
+        """Rows at these places of the epoch's order."""
+        names = tuple(columns)
         if names not in self._readers:
             self._readers[names] = self._reader(names), self._reader(names)
         reader, repeats_reader = self._readers[names]
-        part = slice(group.first, group.first + group.rows)
-        rows, repeats = (array[part] for array in self._order(self._seed, self._epoch))
-        found = reader.gather(rows, self._epoch * MAX_PASSES)
-        for repeat in np.unique(repeats[repeats > 0]).tolist() if reader.varying else ():
-            chosen = np.flatnonzero(repeats == repeat)
-            again = repeats_reader.gather_alone(rows[chosen], self._epoch * MAX_PASSES + repeat)
-            for name, array in again.items():
-                found[name][chosen] = array
-        return found
+        rows, repeats = (array[places] for array in self._order(self._seed, self._epoch))
+        varying = reader.varying
+
+        def compute(which: npt.NDArray[np.bool_], repeat: int) -> Arrays:
+            epoch = self._epoch * MAX_PASSES + repeat
+            return repeats_reader.gather_alone(rows[which], epoch) if repeat else gather(reader, rows[which], epoch)
+
+        found = apply_by_pass(repeats if varying else np.zeros_like(repeats), compute)
+        # the first read may find out that rows are random, and so that repeats differ
+        return found if reader.varying == varying else self._sampled(places, columns, gather)
 
     def _reader(self, names: tuple[str, ...]) -> RowReader:
         whole = self._index.base

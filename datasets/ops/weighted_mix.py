@@ -33,7 +33,7 @@ from trainwright.datasets.data_source import (
 )
 from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.row_reader import Gather, RowReader
 from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, apply_by_pass
 
 _TAG = "source"
@@ -179,9 +179,6 @@ class _MixedSource(Source):
         return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
 
 
-_Gather = Callable[[RowReader, Rows, int], Arrays]
-
-
 class _MixedLoader(Loader):
     """Gathers the rows of each part and lays them in the mixture's order."""
 
@@ -206,7 +203,7 @@ class _MixedLoader(Loader):
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         return self._mixed(self._index.groups[number].first + rows, columns, RowReader.gather_alone)
 
-    def _mixed(self, rows: Rows, columns: Sequence[str], gather: _Gather) -> Arrays:
+    def _mixed(self, rows: Rows, columns: Sequence[str], gather: Gather) -> Arrays:
         parts, numbers = self._source.pattern.at(rows)
         wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
         result: Arrays = {
@@ -219,7 +216,7 @@ class _MixedLoader(Loader):
                 result[name][chosen] = self._fitting(part, name, array)
         return {name: result.get(name, parts) for name in columns}
 
-    def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...], gather: _Gather) -> Arrays:
+    def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...], gather: Gather) -> Arrays:
         """A part's rows by their number in the mixture, transformed; each pass over it counts as an epoch."""
         dataset, index = self._source.parts[part][1], self._index.parts[part]
         start = fold_seed(self._source.seed, part) % index.rows if self._source.seed else 0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import Arrays, Field, Index, Loader, Rows, Source, hash_parts
 from trainwright.datasets.ops.row_transforms import BatchMap, RowMap, Transform, function_name
-from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.row_reader import Gather, RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
 if TYPE_CHECKING:
@@ -141,27 +141,29 @@ class _ZippedLoader(Loader):
         self._base.begin(seed, epoch)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        return self._zipped(columns, partial(self._base.load, number), self._rows(number))
+        return self._zipped(columns, partial(self._base.load, number), self._rows(number), RowReader.gather)
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         load = partial(self._base.load_rows, number, rows=rows)
-        return self._zipped(columns, load, self._rows(number)[rows])
+        return self._zipped(columns, load, self._rows(number)[rows], RowReader.salvage)
 
-    def _zipped(self, columns: Sequence[str], load: Callable[[Sequence[str]], Arrays], rows: Rows) -> Arrays:
-        """Rows with what `load` gives of the first's columns."""
+    def _zipped(
+        self, columns: Sequence[str], load: Callable[[Sequence[str]], Arrays], rows: Rows, gather: Gather
+    ) -> Arrays:
+        """Rows with what `load` gives of the first's columns, and `gather` of the second's."""
         schema = self._index.sides[0].schema
         own = [name for name in columns if name in schema]
         found = load(own) if own else {}
         if len(own) < len(columns):
             names = tuple(name for name in columns if name not in schema)
-            found = {**found, **self._others.rows_of(rows, names)}
+            found = {**found, **self._others.rows_of(rows, names, gather)}
         return {name: found[name] for name in columns}
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
         """Some rows of a row group, as the first's loader can read them alone; the names that are left."""
         schema, some = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
         names = tuple(name for name in into if name not in schema)
-        for name, array in self._others.rows_of(some, names).items() if names else ():
+        for name, array in self._others.rows_of(some, names, RowReader.gather).items() if names else ():
             into[name][...] = array
         own = {name: array for name, array in into.items() if name in schema}
         return self._base.fill(number, rows, own) if own else []
@@ -183,9 +185,9 @@ class _SecondRows:
     def varying(self) -> bool:
         return any(reader.varying for reader in self._readers.values())
 
-    def rows_of(self, rows: Rows, names: tuple[str, ...]) -> Arrays:
+    def rows_of(self, rows: Rows, names: tuple[str, ...], gather: Gather) -> Arrays:
         prefix, places = self._source.prefix, rows if self._index.places is None else self._index.places[rows]
-        found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places, self.epoch)
+        found = gather(self._reader(tuple(name.removeprefix(prefix) for name in names)), places, self.epoch)
         return {prefix + name: array for name, array in found.items()}
 
     def _reader(self, names: tuple[str, ...]) -> RowReader:

@@ -197,6 +197,47 @@ def test_one_null_costs_one_sample_and_not_its_row_group(
     assert len(reads) < 60, "a row group is not read again for each half"
 
 
+def weighted(folder: Path) -> Any:
+    return parquet(str(folder / "damaged")).weighted("w")
+
+
+def bucketed(folder: Path) -> Any:
+    return parquet(str(folder / "damaged")).bucketed("w", 50)
+
+
+def beside_a_table(folder: Path) -> Any:
+    return table({"row": np.arange(1000)}).beside(parquet(str(folder / "damaged")))
+
+
+def beside_files(folder: Path) -> Any:
+    return parquet(str(folder / "whole")).beside(parquet(str(folder / "damaged")))
+
+
+@pytest.mark.parametrize("derived", [weighted, bucketed, beside_a_table, beside_files])
+def test_one_null_behind_another_source_costs_one_sample(tmp_path: Path, derived: Any) -> None:
+    rows = np.arange(1000)
+    values = [None if row == 77 else row / 2 for row in range(1000)]
+    columns = {"sample": rows, "x": values, "w": rows % 17 + 1}
+    for name, data in (("damaged", columns), ("whole", {"row": rows})):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(data), tmp_path / name / "a.parquet", row_group_size=100)
+    data, told = derived(tmp_path), list[SkippedSample]()
+    number = "row" if "row" in data.index().schema else "sample"
+    stream = BatchLoader(
+        data, batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), seed=1, epochs=2,
+        salvage=SkippingReader(20, told.append),
+    )  # fmt: skip
+    bad = 0
+    with stream.feeds(0) as feeds:
+        for batch in (feed.parts[0][0] for feed in feeds):
+            good, row = batch.weights > 0, batch.columns[number]
+            assert (batch.columns["x"][good] == row[good] / 2).all() and 77 not in row[good]
+            bad += int(np.count_nonzero(~good))
+    assert told and all(item.error == "1 of 1 values are null" for item in told)
+    assert all(item.where.endswith("row group 0, row 77, column 'x'") for item in told)
+    assert bad == 2 if derived is not weighted else 0 < bad < 20, "each pass loses the bad row alone"
+
+
 @pytest.mark.parametrize("start", [0, 4])
 def test_a_batch_with_no_good_row_does_not_end_the_run(start: int) -> None:
     def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
