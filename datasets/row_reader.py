@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.data_source import Arrays, Index, Loader, Rows
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _MAX_THREADS = 4
+_MOST_BAD_ROWS = 16  # searched for in a block; where there are more, its remaining rows are read when asked for
+_NO_ROWS = np.empty(0, dtype=np.int64)
 _DECODE_MEMORY_SHARE = 8  # row groups that threads decode at the same time take at most an eighth of the memory
 
 
@@ -57,7 +60,8 @@ class RowReader:
         self._slots = len(self._blocks) - 1 if self._fits else min(most, len(self._blocks) - 1)
         self._free = list(range(self._slots))
         self._kept: OrderedDict[int, int] = OrderedDict()  # block: its slot
-        self._damaged: set[int] = set()  # blocks with a bad row, in this epoch
+        self._salvaging = False  # whether a block with bad rows is kept without them; under the lock
+        self._missing: dict[int, Rows] = {}  # by damaged block, rows that it is kept without
         self._shifts = np.zeros(len(self._blocks) - 1, dtype=np.int64)
         self._lock = threading.Lock()
         largest_bytes = int(np.diff(groups).max()) * max(index.row_bytes, 1)
@@ -72,34 +76,54 @@ class RowReader:
         Args:
             epoch: whose random rows these are; others are alike in each.
         """
-        return self._gather(rows, epoch, self._from_blocks)
+        return self._gather(rows, epoch, salvaging=False)
 
     def salvage(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """As `gather`. Where a block cannot be loaded, its rows are read alone: the bad row may be another."""
-        return self._gather(rows, epoch, self._salvaged)
+        """As `gather`. Bad rows of a block are left out of it, and raise DataError only where they are asked for."""
+        return self._gather(rows, epoch, salvaging=True)
 
     def gather_alone(self, rows: Rows, epoch: int = 0) -> Arrays:
         """As `gather`, without the other rows of their blocks, where the source allows it. None is kept."""
         with self._lock:
             if epoch != self._epoch:
                 self._begin(epoch)
-            return self._alone(rows)
+            found = self._empty(len(rows))
+            self._loader.load_rows(rows, found, np.arange(len(rows)))
+            return found
 
-    def _gather(self, rows: Rows, epoch: int, read: Callable[[Rows, Rows], Arrays]) -> Arrays:
-        """As `gather`; `read` gives rows by their numbers and their blocks."""
+    def _gather(self, rows: Rows, epoch: int, salvaging: bool) -> Arrays:
         if not self._schema:
             return {}
         with self._lock:
             if epoch != self._epoch:
                 self._begin(epoch)
-            if self._whole:
-                try:
-                    return self._take(rows)
-                except (DataError, UserCodeError):  # beside a table in memory, a row of a file is bad
-                    self._whole = False
-            if self._fits and len(self._kept) == self._slots:
+            self._salvaging = salvaging
+            return self._read(rows)
+
+    def _read(self, rows: Rows) -> Arrays:
+        """As `gather`. Missing rows are read first: they are probably bad, and then the others need not be read."""
+        alone = _are_missing(rows, self._missing)
+        if not alone.any():
+            found = self._kept_rows(rows)
+            alone = _are_missing(rows, self._missing)
+            if not alone.any():
+                return found
+        result = self._empty(len(rows))
+        self._loader.load_rows(rows[alone], result, np.flatnonzero(alone))
+        for name, array in self._read(rows[~alone]).items():
+            result[name][~alone] = array
+        return result
+
+    def _kept_rows(self, rows: Rows) -> Arrays:
+        """As `gather`; missing rows are undefined."""
+        if self._whole:
+            try:
                 return self._take(rows)
-            return read(rows, np.searchsorted(self._blocks, rows, "right") - 1)
+            except (DataError, UserCodeError):  # beside a table in memory, a row of a file is bad
+                self._whole = False
+        if self._fits and len(self._kept) == self._slots:
+            return self._take(rows)
+        return self._from_blocks(rows, np.searchsorted(self._blocks, rows, "right") - 1)
 
     @property
     def varying(self) -> bool:
@@ -115,23 +139,8 @@ class RowReader:
                 self._drop(*self._kept.popitem())
             if self._whole:
                 self.__dict__.pop("_memory", None)
-        self._damaged.clear()
+            self._missing.clear()
         self._loader.source.begin(self._seed, epoch)
-
-    def _salvaged(self, rows: Rows, blocks: Rows) -> Arrays:
-        alone = np.isin(blocks, list(self._damaged))
-        if not alone.any():
-            try:
-                return self._from_blocks(rows, blocks)
-            except (DataError, UserCodeError):
-                alone = np.isin(blocks, list(self._damaged))
-                if not alone.any():
-                    raise
-        result = self._empty(len(rows))
-        for part, found in ((alone, self._alone(rows[alone])), (~alone, self._salvaged(rows[~alone], blocks[~alone]))):
-            for name, array in found.items():
-                result[name][part] = array
-        return result
 
     def _from_blocks(self, rows: Rows, blocks: Rows) -> Arrays:
         wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
@@ -139,16 +148,6 @@ class RowReader:
             self._keep(wanted.tolist())
             return self._take(rows + self._shifts[blocks])
         return self._in_parts(rows, blocks, wanted)
-
-    def _alone(self, rows: Rows) -> Arrays:
-        result = self._empty(len(rows))
-        numbers = np.searchsorted(self._groups, rows, "right") - 1
-        for number in np.unique(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
-            places = rows[chosen] - self._groups[number]
-            for name, array in self._loader.source.load_rows(number, list(self._schema), places).items():
-                result[name][chosen] = array
-        return result
 
     def _take(self, places: Rows) -> Arrays:
         return {name: array.take(places, axis=0) for name, array in self._memory.items()}
@@ -209,11 +208,13 @@ class RowReader:
         """Load a block into a free slot. Runs in several threads; each has a loader of its own."""
         slot, loader = self._free.pop(), self._idle.popleft()
         try:
-            loader.load(int(self._blocks[block]), self._slot(block, slot))
-        except BaseException as error:
+            first, into = int(self._blocks[block]), self._slot(block, slot)
+            if not self._salvaging:
+                loader.load(first, into)
+            elif len(missing := loader.salvage(first, into, self._missing.get(block, _NO_ROWS))):
+                self._missing[block] = missing
+        except BaseException:
             self._free.append(slot)
-            if isinstance(error, DataError | UserCodeError) and not isinstance(error.__cause__, OSError):
-                self._damaged.add(block)  # a file that cannot be read has no good row
             raise
         finally:
             self._idle.append(loader)
@@ -267,6 +268,35 @@ class _BlockLoader:
                 self.forget()
             number, done = number + 1, end
 
+    def salvage(self, first: int, into: Arrays, missing: Rows) -> Rows:
+        """As `load`. Bad rows, found by halves, and those that are known to be missing are left out and returned."""
+        size = len(next(iter(into.values())))
+        rest, bad = [np.setdiff1d(np.arange(first, first + size), missing)], [missing]
+        while rest and len(bad) <= _MOST_BAD_ROWS:
+            rows = rest.pop()
+            try:
+                if len(rows) == size:
+                    self.load(first, into)
+                else:
+                    self.load_rows(rows, into, rows - first)
+            except (DataError, UserCodeError) as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # a file that cannot be read has no good row
+                if len(rows) == 1:
+                    bad.append(rows)
+                else:
+                    rest += np.array_split(rows, 2)
+        return np.concatenate([*bad, *rest])
+
+    def load_rows(self, rows: Rows, into: Arrays, places: Rows) -> None:
+        """Load rows alone into these places, where the source allows it. Raises DataError."""
+        numbers = np.searchsorted(self._groups, rows, "right") - 1
+        for number in np.unique(numbers).tolist():
+            chosen = np.flatnonzero(numbers == number)
+            found = self.source.load_rows(number, list(into), rows[chosen] - self._groups[number])
+            for name, array in found.items():
+                into[name][places[chosen]] = array
+
     def forget(self) -> None:
         """Drop the row group read last."""
         self._last = (-1, [], {})
@@ -281,3 +311,7 @@ class _BlockLoader:
         if self._last[:2] != (number, names):
             self._last = (number, names, self.source.load(number, names))
         return self._last[2]
+
+
+def _are_missing(rows: Rows, missing: Mapping[int, Rows]) -> npt.NDArray[np.bool_]:
+    return np.isin(rows, np.concatenate([_NO_ROWS, *missing.values()]))

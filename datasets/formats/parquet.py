@@ -133,7 +133,7 @@ class ParquetLoader(Loader):
         self._system, self._index = system, index
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._pages = PageReader(system)
-        self._table: tuple[int, list[str], pa.Table | None] = (-1, [], None)  # the row group of `load_rows`
+        self._table: tuple[int, list[str], pa.Table | None] = (-1, [], None)  # a damaged row group
         self._firsts: dict[str, int] = {}
         for group in index.groups:
             self._firsts.setdefault(group.file, group.first)
@@ -144,13 +144,19 @@ class ParquetLoader(Loader):
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
+        found = self._arrays(number, columns, None)
         self._table = (-1, [], None)
-        return table_arrays(self._loaded(number, columns), columns, self._place(number))
+        return found
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
-        """As `load`, of some rows. The row group is kept as it was read: bad rows are searched for in it."""
+        """As `load`, of some rows."""
+        return self._arrays(number, columns, rows)
+
+    def _arrays(self, number: int, columns: Sequence[str], rows: Rows | None) -> Arrays:
+        """Columns of some rows, or of all. The row group is kept as it was read: bad rows are searched for in it."""
         kept = self._table  # `load` may drop it meanwhile
         if kept[:2] != (number, list(columns)):
+            self._table = (-1, [], None)
             self._table = kept = (number, list(columns), self._loaded(number, columns))
         return table_arrays(kept[2], columns, self._place(number), rows)
 

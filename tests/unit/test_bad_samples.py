@@ -197,6 +197,35 @@ def test_one_null_costs_one_sample_and_not_its_row_group(
     assert len(reads) < 60, "a row group is not read again for each half"
 
 
+@pytest.mark.parametrize("bad", [{107, 307, 507, 707, 907}, set(range(210, 290)) | {700}])
+def test_damaged_row_groups_are_kept_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
+) -> None:
+    reads: list[int] = []
+    read = ParquetLoader._read
+    monkeypatch.setattr(ParquetLoader, "_read", lambda self, *args: (reads.append(1), read(self, *args))[1])
+    values = [None if row in bad else f"text {row}" for row in range(1000)]
+    pq.write_table(pa.table({"id": range(1000), "x": values}), tmp_path / "a.parquet", row_group_size=100)
+    told: list[SkippedSample] = []
+    stream = BatchLoader(
+        parquet(str(tmp_path)), batch_size=8, feeding=FeedAssignment(data_ranks=range(1), total=1), seed=1, epochs=2,
+        salvage=SkippingReader(100, told.append),
+    )  # fmt: skip
+    seen: list[int] = []
+    with stream.feeds(0) as feeds:
+        for batch in (feed.parts[0][0] for feed in feeds):
+            assert [float(sample not in bad) for sample in batch.samples.tolist()] == batch.weights.tolist()
+            good = batch.weights > 0
+            assert batch.columns["x"][good].tolist() == [f"text {row}" for row in batch.samples[good].tolist()]
+            seen += batch.samples[good].tolist()
+    assert sorted(seen) == sorted([*(set(range(1000)) - bad)] * 2)
+    assert sorted(item.sample for item in told) == sorted(bad)
+    for item in told:
+        place = f"row group {item.sample // 100}, row {item.sample}, column 'x'"
+        assert item.where.endswith(place) and item.error == "1 of 1 values are null"
+    assert len(reads) < 40, "each is read a few times, and once more for its bad row in each pass"
+
+
 def weighted(folder: Path) -> Any:
     return parquet(str(folder / "damaged")).weighted("w")
 
