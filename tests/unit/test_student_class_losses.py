@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,13 @@ from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+
+BIG: dict[str, Any] = {"targets": TWO, "labels": ("y",), "teachers": ("big",)}
+
+
+def divergences(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The divergence of each sample at temperature 2."""
+    return nn.functional.kl_div((own / 2).log_softmax(-1), (other / 2).softmax(-1), reduction="none").sum(-1)
 
 
 def test_weights_of_tokens_are_those_of_the_hard_loss_or_of_the_mask() -> None:
@@ -113,6 +121,15 @@ def test_a_mean_of_torchs_own_is_taken_apart_as_in_a_job_without_teachers(kind: 
     assert tuple(values.shape) == shape and torch.equal(values, mean(reduction="none")(outputs, label))
 
 
+def test_samples_whose_label_is_ignored_count_in_no_term() -> None:
+    outputs, teacher = torch.tensor(np.random.default_rng(10).normal(size=(2, 4, 3)))
+    label = torch.tensor([0, -100, 2, 1])
+    loss = DistillationLoss(soft=SoftLoss(alpha=0.3), hard=nn.CrossEntropyLoss(), **BIG)
+    found, real = loss(outputs, (label, teacher)), label >= 0
+    expected = 0.3 * nn.functional.cross_entropy(outputs, label) + 0.7 * 4 * divergences(outputs, teacher)[real].mean()
+    assert torch.allclose((found.values * found.weights).sum() / found.weights.sum(), expected, rtol=1e-14)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +145,23 @@ def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
         "there is no hard loss", "no such teacher: did you mean 'big'?",
     ):  # fmt: skip
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    "mean", [nn.CrossEntropyLoss, partial(partial, nn.functional.cross_entropy)], ids=["module", "partial"]
+)
+def test_class_weights_of_a_mean_are_refused_since_they_would_weigh_the_divergence_too(mean: Any) -> None:
+    outputs, teacher = torch.tensor(np.random.default_rng(11).normal(size=(2, 4, 3)))
+    label, weight = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, 10.0, 1.0], dtype=torch.float64)
+    weighted = DistillationLoss(soft=SoftLoss(alpha=0.3), hard=mean(weight=weight), **BIG)
+    with pytest.raises(JobError, match=r'class weights.*set reduction="none"'):
+        weighted(outputs, (label, teacher))
+    metric = student_metrics({"weighted": weighted.hard}, weighted)["weighted"](outputs, (label, teacher))
+    assert torch.equal(metric.weights, weight[label]), "nothing else is among the terms of a metric"
+    hard = mean(weight=weight, reduction="none")
+    found = DistillationLoss(soft=SoftLoss(alpha=0.3), hard=hard, **BIG)(outputs, (label, teacher))
+    expected = 0.3 * hard(outputs, label) + 0.7 * 4 * divergences(outputs, teacher)
+    assert torch.allclose(found, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from trainwright.strategies.distillation.multi_student import Builder, Names, Re
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, ToArray
 from trainwright.strategies.torch.torch_compat import tree_leaves
 from trainwright.strategies.torch.training import batch_tensors as batches
-from trainwright.strategies.torch.training.batch_losses import per_sample, to_device
+from trainwright.strategies.torch.training.batch_losses import has_class_weights, per_sample, to_device
 from trainwright.strategies.torch.training.evaluation import LOSS, flat_outputs
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 from trainwright.strategies.torch.training.objective import JobFunctions
@@ -317,6 +317,11 @@ def _tensors(outputs: Columns) -> dict[str, torch.Tensor]:
 # --- The tensor functions of distillation losses ----------------------------------------------------------------------
 
 
+_CLASS_WEIGHTS = (
+    "the mean of the student's loss= divides by its class weights, and the divergence from the teachers is a mean over "
+    'samples: set reduction="none" in the loss, so that its weighted values are a mean over samples too, or leave out '
+    "its weight="
+)
 _TINY = 1e-24  # smallest square of a length
 _loaded: dict[tuple[str, str, torch.device], nn.Module] = {}
 
@@ -338,9 +343,17 @@ def _answers(teacher: InlineTeacher, columns: Mapping[str, Tensor], like: Tensor
 
 
 def _called(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-    """Call a loss or metric as a job without teachers does; its own tensors are moved to the outputs' device."""
+    """Call a loss or metric as a job without teachers does; its own tensors are moved to the outputs' device.
+
+    Raises:
+        JobError: the terms of a loss are weighted by class. These weights would count for the divergences too.
+    """
     device = next(leaf.device for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return outputs_first(per_sample(to_device(function, device)))(outputs, targets)
+    single = per_sample(to_device(function, device))
+    found = outputs_first(single)(outputs, targets)
+    if not metric and isinstance(found, Terms) and has_class_weights(single):
+        raise JobError([_CLASS_WEIGHTS])
+    return found
 
 
 TENSORS = TensorOps(

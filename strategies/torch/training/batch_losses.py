@@ -187,6 +187,13 @@ def per_sample(function: _Function) -> _Function:
     return functools.partial(_class_terms, unreduced, weight, options.get("ignore_index", -100))
 
 
+def has_class_weights(function: _Function) -> bool:
+    """Return whether a function that `per_sample` returned has the weights of classes as those of its terms."""
+    if not isinstance(function, functools.partial) or function.func is not _class_terms:
+        return False
+    return function.args[1] is not None
+
+
 def _class_terms(
     unreduced: _Function, weight: Tensor | None, ignored: int, outputs: Any, targets: Tensor
 ) -> Tensor | Terms:
