@@ -16,6 +16,8 @@ from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+from trainwright.strategies.torch.distillation import model_backend
+from trainwright.strategies.torch.training.batch_losses import per_sample
 
 BIG: dict[str, Any] = {"targets": TWO, "labels": ("y",), "teachers": ("big",)}
 
@@ -128,6 +130,32 @@ def test_samples_whose_label_is_ignored_count_in_no_term() -> None:
     found, real = loss(outputs, (label, teacher)), label >= 0
     expected = 0.3 * nn.functional.cross_entropy(outputs, label) + 0.7 * 4 * divergences(outputs, teacher)[real].mean()
     assert torch.allclose((found.values * found.weights).sum() / found.weights.sum(), expected, rtol=1e-14)
+
+
+class Shifted(nn.Module):
+    """A loss with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs + self.shift, targets, reduction="none")
+
+
+def test_a_loss_is_prepared_once_and_again_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = list[Any]()
+    monkeypatch.setattr(model_backend, "per_sample", lambda function: prepared.append(function) or per_sample(function))
+    outputs, teacher, label = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    for hard in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss()):
+        loss = DistillationLoss(soft=SoftLoss(), hard=hard, **BIG)
+        for _ in range(3):
+            loss(outputs, (label, teacher))
+    assert len(prepared) == 2
+    loss = DistillationLoss(soft=SoftLoss(), hard=Shifted(), **BIG)
+    for device in ("cpu", "meta"):
+        assert loss(outputs.to(device), (label.to(device), teacher.to(device))).device.type == device
+        assert prepared[-1].shift.device.type == device
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -323,6 +323,9 @@ _CLASS_WEIGHTS = (
     "its weight="
 )
 _TINY = 1e-24  # smallest square of a length
+_MOST_PREPARED = 64  # losses and metrics; more than a job has
+_prepared: dict[int, tuple[Any, torch.device, Callable[[Any, Any], Any], bool]] = {}
+"""By a function's id: itself, so that the id stays its own; where its tensors are; how to call it; class weights."""
 _loaded: dict[tuple[str, str, torch.device], nn.Module] = {}
 
 
@@ -349,9 +352,14 @@ def _called(function: Any, outputs: Any, targets: Any, *, metric: bool = False) 
         JobError: the terms of a loss are weighted by class. These weights would count for the divergences too.
     """
     device = next(leaf.device for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    single = per_sample(to_device(function, device))
-    found = outputs_first(single)(outputs, targets)
-    if not metric and isinstance(found, Terms) and has_class_weights(single):
+    held = _prepared.get(id(function))
+    if held is None or held[1] != device:
+        if len(_prepared) == _MOST_PREPARED:
+            _prepared.clear()
+        single = per_sample(to_device(function, device))
+        held = _prepared[id(function)] = (function, device, outputs_first(single), has_class_weights(single))
+    found = held[2](outputs, targets)
+    if held[3] and not metric and isinstance(found, Terms):
         raise JobError([_CLASS_WEIGHTS])
     return found
 
