@@ -399,17 +399,16 @@ def refusing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_frozen_parameters_that_a_forward_changes_are_as_before_after_a_step_that_is_not_applied() -> None:
-    """They are equal to the trained ones until the first step, so that its warm-up changes none of them."""
+    """They are equal to the trained ones until the first step, so that the second is the first that changes them."""
     job = spec(model=Teaching, loss=refusing)
     unbroken, broken = one_device(job), one_device(job)
     bad = feed()
     bad.parts[0][0].columns["y"][3] = 9
     for step in range(6):
         unbroken.train_step(feed(step=step))
-        if step > 2:
-            with pytest.raises(NonFiniteLoss):
-                broken.train_step(bad)
-            broken.warm(feed(step=step))
+        with pytest.raises(NonFiniteLoss):
+            broken.train_step(bad)
+        broken.warm(feed(step=step))
         broken.train_step(feed(step=step))
     assert saved(broken).files == saved(unbroken).files
     resumed = one_device(job)
@@ -426,3 +425,23 @@ def test_frozen_parameters_that_a_forward_changes_must_be_saved() -> None:
         engine.replica.model.slow.weight.add_(1.0)
     with pytest.raises(JobError, match=r"'slow.weight' .*changes in the forward pass.*save_frozen=True"):
         engine.warm(feed())
+
+
+class TeachingLater(Teaching):
+    """Lets the copy follow only from some step on."""
+
+    follows = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.follows else self.second(self.middle(self.first(x)))
+
+
+def test_those_that_change_later_are_found_when_a_state_would_be_without_them() -> None:
+    engine = one_device(spec(model=TeachingLater, save_frozen=False))
+    for step in range(4):
+        engine.train_step(feed(step=step))
+    engine.snapshot()
+    engine.replica.model.follows = True
+    engine.train_step(feed(step=4))
+    with pytest.raises(JobError, match=r"'slow.weight' .*changes in the forward pass.*save_frozen=True"):
+        engine.snapshot()

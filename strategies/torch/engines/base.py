@@ -106,7 +106,9 @@ class _ReplicaEngine:
         """Copy the state to host memory. Training may continue at once.
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
+        Raises JobError where a parameter has changed that the copy does not hold.
         """
+        self.replica.moving.check()
         held = host_state.state_of(self.replica)
         if held.local is not None and held.local.data_rank.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())

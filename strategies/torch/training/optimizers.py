@@ -109,7 +109,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 class MovingParameters:
     """The frozen parameters that forwards change, such as those of a momentum encoder or of a mean teacher.
 
-    They are found by their digests, since `.data` writes without a new version. They follow trained parameters: those
+    They are found by their values, since `.data` writes without a new version. They follow trained parameters: those
     with the shape of one are watched, which leaves out the large base of a small adapter. They may be equal to them at
     first, so they are watched until a few steps have been applied.
 
@@ -127,42 +127,46 @@ class MovingParameters:
         shapes = {each.shape for each in model.parameters() if each.requires_grad}
         frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         # Those on the meta device are of other stages.
-        self._frozen = {name: each for name, each in frozen.items() if each.shape in shapes and not each.is_meta}
-        self._rebuilt, self._where = rebuilt, where
-        self._copied, self._steps = False, _WATCHED_STEPS
+        watched = {name: each for name, each in frozen.items() if each.shape in shapes and not each.is_meta}
+        self._saved = {name: each for name, each in watched.items() if name not in rebuilt}
+        self._rebuilt = {name: each for name, each in watched.items() if name in rebuilt}
+        self._digests, self._where = digests(map(_held, self._rebuilt.values())), where
+        self._steps = _WATCHED_STEPS
 
     @contextmanager
     def watching(self, applied: Callable[[], bool]) -> Iterator[None]:
-        """Find those that change in this context; the first time, set them back unless the step was applied.
+        """Find those that change in this context; set them back unless the step was applied.
 
-        Raises:
-            JobError: no state holds one that changes.
+        Raises as `check`.
         """
-        if not self._frozen or not self._steps:
+        if not self._steps:
             yield
             return
-        saved = () if self._copied else [name for name in self._frozen if name not in self._rebuilt]
-        copies = {name: self._held(name).to("cpu", copy=True) for name in saved}  # an accelerator may have no room
-        before = digests(map(self._held, self._frozen))
+        watched = {name: each for name, each in self._saved.items() if name not in self.found}
+        copies = {name: _held(each).to("cpu", copy=True) for name, each in watched.items()}  # a GPU may have no room
         try:
             yield
         finally:
-            after = digests(map(self._held, self._frozen))
-            moved = [name for name, one, other in zip(self._frozen, before, after, strict=True) if one != other]
-            self.found |= {name: self._frozen[name] for name in moved}
-            for name in () if applied() else moved:
-                if name in copies:
-                    self._held(name).copy_(copies[name])
-            self._copied = True
+            moved = {name: each for name, each in watched.items() if not torch.equal(copies[name], _held(each).cpu())}
+            self.found |= moved
+            if not applied():
+                for name, each in moved.items():
+                    _held(each).copy_(copies[name])
             self._steps -= applied()
-        lost = [name for name in moved if name in self._rebuilt]
+        self.check()
+
+    def check(self) -> None:
+        """Raise JobError where one that no state holds has changed since it was built."""
+        now = digests(map(_held, self._rebuilt.values()))
+        lost = [name for name, one, other in zip(self._rebuilt, self._digests, now, strict=True) if one != other]
         if lost:
             problem = f"parameter {lost[0]!r} is frozen and changes in the forward pass, and checkpoints do not hold it"
             raise JobError([f"{problem}: set save_frozen=True"], where=self._where)
 
-    def _held(self, name: str) -> Tensor:
-        """Return what this rank holds of a parameter, whose `.data` a forward may have replaced."""
-        return to_local(self._frozen[name].detach())
+
+def _held(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter, whose `.data` a forward may have replaced."""
+    return to_local(parameter.detach())
 
 
 class StepUndo:
