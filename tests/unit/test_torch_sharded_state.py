@@ -26,6 +26,7 @@ from trainwright.strategies.torch.checkpoint import safetensors_files
 from trainwright.strategies.torch.checkpoint.host_state import HostState
 from trainwright.strategies.torch.distributed import fsdp_wrap
 from trainwright.strategies.torch.distributed.fsdp_wrap import fully_shard_model
+from trainwright.strategies.torch.engines import sharded_model_engine
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.engines.pipeline import Pipeline
 from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, _KeptState
@@ -284,7 +285,11 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     assert [each() is None for each in held] == [True, False]
 
 
-def test_a_part_on_a_gpu_waits_in_host_memory_while_its_model_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("free", "where"), [(63, "cpu"), (64, "cuda")])
+def test_a_part_on_a_gpu_waits_in_host_memory_where_the_gpu_has_no_room_for_the_next(
+    free: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tensors of 16 bytes are on the GPU."""
     part, restored, left = ModelPart(shard=0, shards=2), list[_KeptState](), list[bool]()
 
     class Again(ShardedModelEngine):
@@ -310,10 +315,12 @@ def test_a_part_on_a_gpu_waits_in_host_memory_while_its_model_is_built_again(mon
     engine._kept_state = _KeptState(state=state, buffers={"buffer": buffer}, sound=True)
     del weight, momentum, buffer, local, state
     monkeypatch.setattr(_KeptState, "restore_into", lambda kept, replica: restored.append(kept))
+    monkeypatch.setattr(sharded_model_engine, "_free_bytes", lambda device: free)
     engine._rejoin(spec(), plan())
-    assert left == [False] * 4
+    assert left == [where == "cuda"] * 4
     (kept,) = restored
-    assert {each.device.type for each in (*kept.state.memory.values(), *kept.buffers.values())} == {"cpu"}
+    moved = {name: each for name, each in kept.state.memory.items() if name != ("offloaded",)}
+    assert {each.device.type for each in (*moved.values(), *kept.buffers.values())} == {where}
     assert len(kept.state.memory) == 4 and kept.state.model["offloaded"] is offloaded, "it was copied for nothing"
 
 

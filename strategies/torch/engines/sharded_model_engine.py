@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -43,8 +44,18 @@ class _KeptState:
             return None
         return cls(state=state, buffers=dict(replica.named_buffers()), sound=replica.sound)
 
-    def on_host(self) -> _KeptState:
-        """Return it with all tensors in host memory; those that are there already are not copied."""
+    def beside(self, free: int) -> _KeptState:
+        """Return it as it can wait while the next model and its optimizer, which have its size, are built.
+
+        Args:
+            free: bytes of the device. Memory that torch's allocator holds unused is not among them.
+
+        Returns:
+            Itself where the device has room for both; else a copy in host memory of what is not there already.
+        """
+        held = (*self.state.memory.values(), *self.buffers.values())
+        if sum(tensor.nbytes for tensor in held if tensor.device.type != "cpu") <= free:
+            return self
         buffers = {name: buffer.cpu() for name, buffer in self.buffers.items()}
         return replace(self, state=self.state.mapped(lambda _, tensor: tensor.cpu()), buffers=buffers)
 
@@ -209,13 +220,18 @@ class ShardedModelEngine(ProcessGroupEngine):
         held, self._kept_state = self._kept_state, None
         if held is not None and (held.state.step is None or held.state.part != self._part):
             held = None
-        if held is not None:
-            held = held.on_host()  # a GPU may have no room for the state beside the next model and its optimizer
         self._drop_model()
         gc.collect()  # there may be no room for the model of another part beside the next one
+        if held is not None:
+            held = held.beside(_free_bytes(self._device))
         self._replica = self._build_replica(spec, plan)
         if held is not None:
             held.restore_into(self._replica)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU; 0 for host memory, in which everything is already."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def choose_layers(spec: ModelSpec, plan: Plan, model: nn.Module, degree: int, where: str) -> TensorParallelPlan:
