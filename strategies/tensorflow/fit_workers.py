@@ -37,7 +37,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
-from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, flat_logs, of_any_rows, whole_batch
+from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, flat_logs, whole_batch
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.gradient_rows import changed
@@ -180,15 +180,29 @@ class _CompiledOnWorkers(CompiledModel):
             for each in model.non_trainable_variables
             if id(each) not in frozen and id(each.value) not in own and tf.as_dtype(each.dtype).is_floating
         ]
-        with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
-            model.make_train_function(force=True)
-        self.train_function = self._compiled(model.train_function)
+        self._make_train_function()
         with replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
             model.make_test_function(force=True)
-        self.test_function, model.test_function = self._compiled(model.test_function), None
+        self._test, model.test_function = self._compiled(model.test_function), None
+
+    def _make_train_function(self) -> None:
+        model = self.model
+        with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
+            model.make_train_function(force=True)
+        self._train_from, self._train = model.train_function, self._compiled(model.train_function)
 
     def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return step if self.model.run_eagerly else of_any_rows(step)
+        return step if self.model.run_eagerly else _of_any_rows(step)
+
+    def train(self, data: Any) -> Any:
+        """Return the logs of a step of all workers. It is compiled again after a callback made Keras' own again."""
+        if self.model.train_function is not self._train_from:
+            self._make_train_function()
+        return self._train(data)
+
+    def test(self, data: Any) -> Any:
+        """Return the logs of a step of evaluation of all workers."""
+        return self._test(data)
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
         """Return this worker's data of a step. Without a row of the batch, it is one of another batch."""
@@ -389,6 +403,21 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
 
 class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):
     """FitMultiWorker at the addresses that TF_CONFIG in each worker's environment gives."""
+
+
+def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
+    compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
+    traced: list[Any] = []
+
+    def call(batches: Any) -> Any:
+        (data,) = batches
+        if not traced:
+            specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
+            traced.append(compiled.get_concrete_function(specs))
+        return compiled(data)
+
+    return call
 
 
 def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:

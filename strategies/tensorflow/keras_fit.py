@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from trainwright.strategies.tensorflow.tensorflow_compat import (
     global_seed_generator,
     keras_mask,
     loss_functions,
+    replaced,
     use_global_seeds,
 )
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
@@ -73,7 +74,6 @@ class CompiledModel:
         callbacks: of the user's, on this worker, while there is a loop.
         callback_state: of a checkpoint, for callbacks that have not begun.
         unseeded: Keras' generator of random numbers without `seed=`.
-        train_function, test_function: the compiled steps, of what `distributed` returns; see `make_functions`.
         carried: variables that Keras carries from step to step and does not save: the metrics of this epoch, random
             seeds, and other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
@@ -88,9 +88,6 @@ class CompiledModel:
         self.sound = True
         self.callbacks: Sequence[Any] = ()
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
-        self.train_function: Any = None
-        self.test_function: Any = None
-        self._compiled_from: tuple[Any, ...] = ()
         self.model = build_model(spec, strategy, plan, caller)
         self.unseeded = global_seed_generator()
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
@@ -262,11 +259,16 @@ class CompiledModel:
         """Compile the steps of training and evaluation."""
         self.model.make_train_function()
         self.model.make_test_function()
-        fixed = self.strategy.num_replicas_in_sync > 1 or self.model.run_eagerly
-        steps = (self.model.train_function, self.model.test_function)
-        if self._compiled_from != steps:
-            self._compiled_from = steps
-            self.train_function, self.test_function = steps if fixed else map(of_any_rows, steps)
+
+    def train(self, data: Any) -> Any:
+        """Return the logs of a step of training; `data` is what `distributed` returns. A callback can recompile it."""
+        with _losses_by_batch(self.model):
+            return self.model.train_function(data)
+
+    def test(self, data: Any) -> Any:
+        """Return the logs of a step of evaluation; `data` is what `distributed` returns."""
+        with _losses_by_batch(self.model):
+            return self.model.test_function(data)
 
     def wished(self, feed: Feed) -> bool:
         """Return whether a worker requested a stop in the last step."""
@@ -331,7 +333,7 @@ class _FitLoop:
         self._begin(epoch, batch)
         before = self._seen()
         with TensorFlowUserCode("train_step()", compiled.caller.where):
-            logs = flat_logs(compiled.train_function(data))
+            logs = flat_logs(compiled.train(data))
         loss = self._loss_of(logs, before)
         phases = {COMPILED_PHASE: time.perf_counter() - begun}
         compiled.step = feed.step + 1
@@ -445,7 +447,7 @@ class _FitLoop:
             if rows % replicas:
                 logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
             else:
-                logs = self._compiled.test_function(self._compiled.distributed(feed, training=False))
+                logs = self._compiled.test(self._compiled.distributed(feed, training=False))
         logs = self._results(logs) if replicas > 1 else flat_logs(logs)
         seen = self._tested_rows + rows
         found = _numbers(logs)
@@ -571,19 +573,23 @@ def _repeated(row: Batch, rows: int) -> Batch:
     )
 
 
-def of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
-    compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
-    traced: list[Any] = []
+@contextmanager
+def _losses_by_batch(model: keras.Model) -> Iterator[None]:
+    """Have the losses of several outputs count each batch once within the block, also a short one.
 
-    def call(batches: Any) -> Any:
-        (data,) = batches
-        if not traced:
-            specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
-            traced.append(compiled.get_concrete_function(specs))
-        return compiled(data)
+    Keras weights them by the number of rows, if a step is traced with one. With a short last batch `fit` traces its
+    step with an unknown number. Here steps are traced with the numbers that they have, since a model may need one.
+    """
+    weighted = model.run_eagerly or model.distribute_strategy.num_replicas_in_sync > 1
+    with ExitStack() as stack:
+        for metric in () if weighted else getattr(model._compile_loss, "metrics", ()):
+            stack.enter_context(replaced(metric, "update_state", partial(_updated, metric.update_state)))
+        yield
 
-    return call
+
+def _updated(update: Callable[[Any], Any], values: Any, sample_weight: Any = None) -> Any:
+    """Update a metric without the weight of the batch."""
+    return update(values)
 
 
 def _build_once(build: Callable[[Any], None], variables: Any) -> None:

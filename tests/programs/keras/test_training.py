@@ -415,3 +415,75 @@ def test_callbacks_go_on_with_what_they_had_counted(tmp_path: Path) -> None:
     assert all(map(np.array_equal, *(weights_of(compiled(), each) for each in (rest, whole))))
     assert not (tmp_path / "best.keras").exists(), "no later epoch is better"
     assert [(each.epochs, each.others) for each in counting] == [(4, 4), (2, 2), (4, 2)]
+
+
+# --- compiled steps ---------------------------------------------------------------------------------------------------
+
+
+class Tiled(keras.Model):
+    """Repeats a row of its own for each row of a batch, whose number it takes from the shape; and scales its loss."""
+
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.token = self.add_weight(shape=(1, 8), initializer="ones", name="token")
+        self.heads = [layers.Dense(1, "sigmoid", kernel_initializer="ones", name=f"h{at}") for at in range(outputs)]
+        self.factor = 1.0
+
+    def call(self, inputs: Any) -> Any:
+        found = [head(inputs * tf.tile(self.token, (inputs.shape[0], 1))) for head in self.heads]
+        return found[0] if len(found) == 1 else found
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.factor * super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_model_may_take_the_number_of_rows_from_a_shape(outputs: int) -> None:
+    def build() -> keras.Model:
+        model = Tiled(outputs)
+        model.compile(quick(None), ["binary_crossentropy"] * outputs)
+        return model
+
+    columns = {"x": X, **{f"y{at}": Y for at in range(outputs)}}
+    targets = tuple(columns)[1:]
+    trained = train(job(columns, model=build, run="fit", targets=targets if outputs > 1 else targets[0]))
+    model = build()
+    expected = by_fit(model, X, [Y] * outputs if outputs > 1 else Y)
+    assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(expected[0], rel=1e-6)
+    for own, theirs in zip(trained.model.get_weights(), expected[1], strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6)
+
+
+class Scaled(Tiled):
+    """For any number of rows."""
+
+    def call(self, inputs: Any) -> Any:
+        return self.heads[0](inputs * self.token)
+
+
+def scaled() -> keras.Model:
+    model = Scaled()
+    model.compile(quick(None), "binary_crossentropy")
+    return model
+
+
+class Rescale(keras.callbacks.Callback):
+    """Changes what the model's compiled step took from it, and has it compiled again."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.factor = 1.0 + epoch
+        self.model.make_train_function(force=True)
+
+
+def rescaling() -> list[Any]:
+    return [Rescale()]
+
+
+def test_a_callback_can_have_the_step_compiled_again(pool: Pool) -> None:
+    given = job({"x": X, "y": Y}, model=scaled, run="fit", callbacks=rescaling)
+    model = scaled()
+    losses, weights = by_fit(model, X, Y, callbacks=rescaling())
+    for trained in (train(given), train_on_workers(pool, given)):
+        assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(losses, rel=1e-5)
+    for own, theirs in zip(train(given).model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6)
