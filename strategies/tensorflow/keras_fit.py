@@ -448,7 +448,8 @@ class _FitLoop:
                 logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
             else:
                 logs = self._compiled.test(self._compiled.distributed(feed, training=False))
-        logs = self._results(logs) if replicas > 1 else flat_logs(logs)
+        logs = flat_logs(logs)
+        logs = self._results(logs) if replicas > 1 else logs
         seen = self._tested_rows + rows
         found = _numbers(logs)
         before = {name: value * self._tested_rows for name, value in self._tested.items()}

@@ -188,6 +188,33 @@ def test_a_step_may_return_metrics_in_a_dict(pool: Pool) -> None:
         assert [each["mae"] for each in logged] == pytest.approx(history["mae"], rel=1e-5)
 
 
+class Judged(keras.Model):
+    """Only its evaluation is its own, with results in a dict."""
+
+    def test_step(self, data: Any) -> Any:
+        x, y, *_ = data
+        outputs = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=outputs)
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def judged() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((8,))
+    model = Judged(inputs, layers.Dense(1, "sigmoid")(inputs))
+    model.compile(keras.optimizers.SGD(0.5), "binary_crossentropy", metrics=["mae"])
+    return model
+
+
+def test_an_evaluation_may_return_metrics_in_a_dict_on_several_devices(pool: Pool) -> None:
+    trained = train_mirrored(pool, job(judged, run="fit", evaluate=tw.datasets.table({"x": X, "y": Y, "z": Y})))
+    model = judged()
+    model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+    assert trained.means["mae"] == pytest.approx(model.evaluate(X, Y, verbose=0, return_dict=True)["mae"], rel=1e-5)
+
+
 def test_metrics_with_a_value_for_each_class_do_not_end_a_run() -> None:
     metrics = [keras.metrics.F1Score(threshold=0.5), keras.metrics.Precision(thresholds=[0.2, 0.8], name="both")]
     given = job(lambda: dense(metrics), run="fit", evaluate=tw.datasets.table({"x": X, "y": Y, "z": Y}))
