@@ -81,9 +81,9 @@ format: setup ## let ruff mend what it can
 	@$(BIN)/ruff format $(CODE)
 
 .PHONY: soak
-soak: setup ## the longest tests (of nodes as root), then half an hour under random faults; MINUTES=5 for less
-	@$(PYTEST) -m "soak and not nodes"
-	@$(PYTEST) -n 2 -m "soak and nodes"
+soak: setup ## the longest tests (of hosts and nodes as root), then half an hour under random faults; MINUTES=5 for less
+	@$(PYTEST) -m "soak and not (hosts or nodes)"
+	@$(PYTEST) -n 2 -m "soak and (hosts or nodes)"
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 .PHONY: matrix
