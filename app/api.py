@@ -83,6 +83,11 @@ def plan(
         critical_batch: the gradient noise scale in samples, from which the steps of other batch sizes to the same loss
             follow.
         batch_sizes: other batch sizes to compare with the job's own; need `critical_batch`.
+
+    Raises:
+        JobError, UserCodeError, DataError: the job, its functions or its data are wrong.
+        PlanError: no plan fits.
+        ResourceError: the cluster cannot be reached or is too small, or an accelerator or its price is unknown.
     """
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.multi_stage import next_stage
@@ -163,7 +168,10 @@ def fit(
     """Plan, start workers, train, recover and report. Returns when the run has ended.
 
     The first Ctrl-C takes a checkpoint and stops, the second stops at once; SIGTERM, a preemption notice, acts like the
-    first. The run's `state` is then `stopped`, and the same call resumes it. `processes` is as of `tw.start`.
+    first. The run's `state` is then `stopped`, and the same call resumes it.
+
+    Args:
+        resume, fresh, verbose, processes: as for `tw.start`.
 
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.

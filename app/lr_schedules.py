@@ -15,21 +15,24 @@ Schedule = Callable[[int, int], float]
 
 
 def constant(step: int, total: int) -> float:
-    """The optimizer's own learning rate throughout."""
+    """Return 1: the optimizer's own learning rate throughout."""
     return 1.0
 
 
 def linear_warmup(
     step: int, total: int, *, warmup: float = 0.05, start: float = 0.0, then: Schedule = constant
 ) -> float:
-    """From `start` to 1 in a straight line, then another schedule over the steps that are left.
+    """Return a factor that rises from `start` to 1 in a straight line, then that of another schedule.
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD".
 
     Args:
         warmup: share of the run that warms up, from 0 to 1.
         start: factor before the first step; the first step already has one part more.
         then: schedule of the rest, which sees its own steps from 0 and its own total.
 
-    Goyal et al. 2017, "Accurate, Large Minibatch SGD".
+    Raises:
+        ValueError: a share is outside 0 to 1.
     """
     steps = _part("warmup", warmup, total)
     if step < steps > 0:
@@ -38,23 +41,46 @@ def linear_warmup(
 
 
 def linear(step: int, total: int, *, warmup: float = 0.0, end: float = 0.0) -> float:
-    """Warms up, then falls to `end` in a straight line; the last step has the factor `end`."""
+    """Return a factor that warms up, then falls to `end` in a straight line.
+
+    Args:
+        warmup: share of the run that warms up, from 0 to 1.
+        end: factor of the last step.
+
+    Raises:
+        ValueError: a share is outside 0 to 1.
+    """
     return linear_warmup(step, total, warmup=warmup, then=lambda at, of: 1.0 + (end - 1.0) * _progress(at, of))
 
 
 def cosine(step: int, total: int, *, warmup: float = 0.0, end: float = 0.0) -> float:
-    """Warms up, then falls to `end` along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts)."""
+    """Return a factor that warms up, then falls to `end` along half a cosine.
+
+    Source: Loshchilov and Hutter 2017, "SGDR", without restarts.
+
+    Args:
+        warmup: share of the run that warms up, from 0 to 1.
+        end: factor of the last step.
+
+    Raises:
+        ValueError: a share is outside 0 to 1.
+    """
     return linear_warmup(step, total, warmup=warmup, then=lambda at, of: _anneal(1.0, end, _progress(at, of)))
 
 
 def one_cycle(step: int, total: int, *, rise: float = 0.3, start: float = 1 / 25, end: float = 4e-6) -> float:
-    """Rises from `start` to 1 and falls to `end`, both along half a cosine.
+    """Return a factor that rises from `start` to 1 and falls to `end`, both along half a cosine.
+
+    The optimizer's own learning rate is the peak. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR`.
+    Source: Smith and Topin 2018, "Super-Convergence".
 
     Args:
         rise: share of the run in which the factor rises, from 0 to 1.
+        start: factor of the first step.
+        end: factor of the last step.
 
-    The optimizer's own learning rate is the peak. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR`
-    (Smith and Topin 2018, "Super-Convergence").
+    Raises:
+        ValueError: a share is outside 0 to 1.
     """
     _part("rise", rise, total)
     position, peak = min(max(step, 0), total - 1), rise * total - 1.0
@@ -65,7 +91,18 @@ def one_cycle(step: int, total: int, *, rise: float = 0.3, start: float = 1 / 25
 
 
 def warmup_stable_decay(step: int, total: int, *, warmup: float = 0.05, decay: float = 0.2, end: float = 0.0) -> float:
-    """Warms up, stays at 1, and falls to `end` in a straight line over the last part (Hu et al. 2024, "MiniCPM")."""
+    """Return a factor that warms up, stays at 1, and falls to `end` in a straight line over the last part.
+
+    Source: Hu et al. 2024, "MiniCPM".
+
+    Args:
+        warmup: share of the run that warms up, from 0 to 1.
+        decay: share of the run in which the factor falls, from 0 to 1.
+        end: factor of the last step.
+
+    Raises:
+        ValueError: a share is outside 0 to 1.
+    """
     steps = _part("decay", decay, total)
     if step < total - steps:
         return linear_warmup(step, total, warmup=warmup)
@@ -73,12 +110,31 @@ def warmup_stable_decay(step: int, total: int, *, warmup: float = 0.05, decay: f
 
 
 def step_decay(step: int, total: int, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> float:
-    """Multiplies by `factor` at each of the milestones, which are shares of the run (He et al. 2016, "ResNet")."""
+    """Return a factor that is multiplied by `factor` at each of the milestones.
+
+    Source: He et al. 2016, "Deep Residual Learning".
+
+    Args:
+        milestones: shares of the run, from 0 to 1.
+        factor: that each milestone multiplies by.
+
+    Raises:
+        ValueError: a share is outside 0 to 1.
+    """
     return float(factor ** sum(step >= _part("milestones", share, total) for share in milestones))
 
 
 def inverse_sqrt(step: int, total: int, *, warmup: float = 0.05) -> float:
-    """Warms up, then falls with the square root of the step (Vaswani et al. 2017), in units of the warm-up."""
+    """Return a factor that warms up, then falls with the square root of the step, in units of the warm-up.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need".
+
+    Args:
+        warmup: share of the run that warms up, from 0 to 1.
+
+    Raises:
+        ValueError: a share is outside 0 to 1.
+    """
     steps = max(_part("warmup", warmup, total), 1)
     return min((max(step, 0) + 1) / steps, math.sqrt(steps / (max(step, 0) + 1)))
 
@@ -86,7 +142,7 @@ def inverse_sqrt(step: int, total: int, *, warmup: float = 0.05) -> float:
 def linear_scaling(
     step: int, total: int, *, batch_size: int, reference: int, warmup_steps: int, then: Schedule = constant
 ) -> float:
-    """The learning rate that suits another batch size, reached in a straight line; then another schedule.
+    """Return a factor that rises to the learning rate of another batch size, then that of another schedule.
 
     The rate of the optimizer is the one that was found for batches of `reference` samples. It is multiplied by
     batch_size / reference (Goyal et al. 2017, "Accurate, Large Minibatch SGD"; for SGD: Adam's is often scaled by the

@@ -80,7 +80,8 @@ class Dataset:
         A row is a dict of values by column name; `rng` is seeded by (seed, epoch, sample), so that a row changes in the
         same way in every process and after a restart. Every row gives one row, of one type and shape.
 
-        Raises DataError, here and in the other methods that take a function, where it cannot be called so.
+        Raises:
+            DataError: the function cannot be called with (row, rng); likewise in the other methods that take one.
         """
         check_arguments(function, "map")
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
@@ -97,7 +98,7 @@ class Dataset:
         """Apply `function(columns) -> columns` to many rows at once.
 
         `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
-        rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
+        rows in the same order.
 
         Give a class in place of a function for what is slow to open, such as a model. A process makes one object of it,
         calls that for all batches, and calls its `close()`, if it has one, at the end. A heavy class runs on as many
@@ -106,7 +107,12 @@ class Dataset:
         of the job's `hang_deadline_s`, by default 5 minutes).
 
         Args:
+            function: from columns to columns, or a class whose objects are called so.
+            cpus, gpus: that each call takes; above 0 the function is heavy and runs on Ray Data.
             fn_constructor_args, fn_constructor_kwargs: arguments of the class.
+
+        Raises:
+            DataError: the function cannot be called so, or `cpus` or `gpus` is negative.
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
@@ -148,18 +154,36 @@ class Dataset:
     def tokenize(
         self, tokenizer: Any = None, column: str = "text", *, to: str = "tokens", end: Any = "auto", cpus: float = 0.0
     ) -> Dataset:
-        """Replace a text by its tokens, bytes by default; `trainwright.datasets.ops.row_transforms.Tokenize` has the
-        details.
+        """Replace a text by its tokens: an array (tokens,) of int32 for each row.
 
-        `cpus` is that of `map_batches`.
+        Args:
+            tokenizer: name for `transformers.AutoTokenizer`, a tokeniser of `transformers` or `tokenizers`, or a
+                function from text to a list of token numbers; by default the bytes of UTF-8.
+            column: that holds the text; it is left out afterwards.
+            to: column of the tokens.
+            end: token that ends each document; `auto` is the tokeniser's own `eos_token_id`, None adds none.
+            cpus: as for `map_batches`.
+
+        Raises:
+            DataError: when rows are read, the column is missing or holds no text.
         """
         return self.map_batches(Tokenize(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
 
     def pack(self, length: int, column: str = "tokens", *, split: bool = True) -> Dataset:
-        """Lay documents, arrays of tokens in `column`, end to end and cut them into sequences of one length.
+        """Lay documents end to end and cut them into sequences of one length.
 
-        Each row is then a sequence: `column`, `mask`, `segment` and `position`, all of shape (length,); see
-        `trainwright.datasets.ops.derived_dataset.Pack`. The last sequence of each row group is padded.
+        Each row is then a sequence of four columns, all of shape (length,): the tokens, `mask` (1 where there is a
+        token), `segment` (the document, counted from 1, 0 for padding) and `position` (of a token in its piece of the
+        document). The last sequence of each row group is padded.
+
+        Args:
+            length: of a sequence, in tokens.
+            column: arrays of tokens, one document a row.
+            split: whether a document may continue in the next sequence; otherwise one that does not fit begins a new
+                sequence, and one longer than `length` is cut.
+
+        Raises:
+            DataError: `length` is below 1, or a transform before it runs on Ray Data.
         """
         if length < 1:
             raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")

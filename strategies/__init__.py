@@ -41,7 +41,7 @@ def single_rank_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> E
     """
     engine = engine_class(plan)()
     alone = Generation(token=0, number=0)
-    peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
+    peer = Peer(rank=0, address=engine.reserve("worker"))
     devices = ("cuda:0",) if plan.placement.accelerator == "GPU" else ("cpu",)
     threads = 0 if guest else plan.placement.threads
     engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=threads))

@@ -85,6 +85,11 @@ class Feed:
     metrics: Mapping[str, float] | None = None
 
 
+def single_rank_feed(batch: Batch) -> Feed:
+    """Return a micro-batch as the feed of the only rank, for step 0."""
+    return Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=batch.rows)
+
+
 def zero_weight(feed: Feed) -> Feed:
     """Return the same feed with all weights 0."""
     parts = tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in feed.parts)

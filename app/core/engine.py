@@ -27,7 +27,6 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
     Capabilities,
-    Generation,
     Group,
     Role,
     StalenessCounts,
@@ -470,7 +469,7 @@ class Engine(Protocol):
 
     capabilities: ClassVar[Capabilities]
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Bind a port that the system chooses and keep it until `form`."""
 
     def form(self, group: Group) -> StateTag:

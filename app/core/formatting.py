@@ -31,10 +31,10 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A curve of at most `width` block characters, each the mean of several values: `█▆▃▂▁`; without values empty."""
+def sparkline(values: Sequence[float]) -> str:
+    """A curve of at most 40 block characters, each the mean of several values: `█▆▃▂▁`; without values empty."""
     finite = [value for value in values if math.isfinite(value)]
-    per_block = max(1, math.ceil(len(finite) / width))
+    per_block = max(1, math.ceil(len(finite) / 40))
     means = [sum(part) / len(part) for part in (finite[n : n + per_block] for n in range(0, len(finite), per_block))]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0

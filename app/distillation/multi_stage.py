@@ -59,7 +59,7 @@ class MultiStage(StrictModel, ABC):
             job = _job_of(stage)
             if job.name == self.runs[-1] or self._afresh.due(job) or not _done(job):
                 return stage
-        raise AssertionError("the last stage is the last")
+        raise AssertionError("the loop returns at the last stage")
 
     def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
         """Train the stages that are not finished. A stage that was started continues.

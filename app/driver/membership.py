@@ -460,8 +460,8 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
     if lost > 0:
         since = f"the checkpoint of step {begin}" if begin else "the beginning"
         where = f"the copy in memory of step {kept}" if kept > begin else since
-        steps = "1 step after it is" if lost == 1 else f"{lost} steps after it are"
-        text = f"no worker outlived the driver before: the run goes on from {where}, and {steps} done again"
+        steps = "1 step is" if lost == 1 else f"{lost} steps are"
+        text = f"no worker of the previous driver is left: the run continues from {where}; {steps} repeated"
         turn.emit(Noted(text=text))
 
 
@@ -508,7 +508,7 @@ def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan |
     if fewest != world.fewest:
         turn.adjust_policy(min_workers=fewest)
     turn.change(plan=plan)
-    why = f"the workers hold the state of {plan.name} at a step that no copy is of"
+    why = f"the workers hold a state of {plan.name} that is newer than every complete copy"
     former = layouts.plans[0].name
     turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former, workers=plan.workers, why=why))
     return plan

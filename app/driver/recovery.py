@@ -127,8 +127,8 @@ def _fall_back(turn: Transition, error: DamagedCheckpoint, blame: FailureCause) 
     """Form the group again, and load the checkpoint before the damaged one. That is no failure of the workers."""
     checkpoints = turn.state.checkpoints
     if turn.state.phase is not Phase.GATHERING and checkpoints.head is not None:
-        text = f"the checkpoint of step {checkpoints.head.step} is passed over: {error.what} ({error.where})"
-        turn.emit(Noted(text=f"{text}; the run goes on from that of step {checkpoints.older[-1].step}"))
+        text = f"the checkpoint of step {checkpoints.head.step} is skipped: {error.what} ({error.where})"
+        turn.emit(Noted(text=f"{text}; the run continues from the checkpoint of step {checkpoints.older[-1].step}"))
         checkpointing.drop_damaged_head(turn)
     _begin_recovery(turn, blame, counts=False)
 
@@ -319,7 +319,7 @@ def _report_hung_workers(turn: Transition, workers: Sequence[int], *, hanging: b
     """Report workers that do not answer; they are the cause if the failure is one of `hanging` workers."""
     state, recovery, members = turn.state, turn.state.recovery, turn.state.membership.members
     ranks = [state.membership.rank_of[worker] for worker in workers]
-    stacks = [f"rank {rank} stood at:\n{recovery.stacks[rank]}" for rank in ranks if rank in recovery.stacks]
+    stacks = [f"stack traces of rank {rank}:\n{recovery.stacks[rank]}" for rank in ranks if rank in recovery.stacks]
     error = HangError(
         f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
         where=", ".join(sorted({f"node {members[rank].node}" for rank in ranks})[:_SHOWN_RANKS]),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainwright.core.data import Batch, Columns, Feed
+from trainwright.core.data import Batch, Columns, single_rank_feed
 from trainwright.core.engine import CheckpointRef, ModelSpec
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.core.initial_weights import WeightSource
@@ -125,7 +125,7 @@ def local_outputs(
     engine = single_rank_engine(spec, plan, guest=guest)
     if weights is not None:
         engine.load(weights.reader())
-    return lambda batch: [engine.predict_step(_alone(batch))]
+    return lambda batch: [engine.predict_step(single_rank_feed(batch))]
 
 
 class Predictor:
@@ -216,11 +216,6 @@ def _names(job: Job, order: PredictorConfig) -> tuple[str, ...] | None:
 
 def _as_it_is(outputs: Columns) -> Columns:
     return outputs
-
-
-def _alone(batch: Batch) -> Feed:
-    """A micro-batch as the feed of the only rank."""
-    return Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=batch.rows)
 
 
 def device_options(plan: Plan) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class ShardedModel:
             ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=_EXPLAIN_S)
             answers = {rank: _answer(ref, late.where) for rank, ref in told.items() if ref in ready}
             late.detail = "\n".join(
-                f"rank {r} stood at:\n{text}" for r, text in answers.items() if isinstance(text, str)
+                f"stack traces of rank {r}:\n{text}" for r, text in answers.items() if isinstance(text, str)
             )
         return late
 

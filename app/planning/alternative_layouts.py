@@ -97,7 +97,7 @@ def _resizable(plan: Plan) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlternativePlans:
-    """The driver's `Layouts` protocol, implemented by the planner."""
+    """Implements the driver's `PlanSelector`."""
 
     job: Job
     question: PlanRequest

@@ -215,8 +215,8 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     unknown = [kind for kind in cluster.kinds if find_accelerator(kind) is None]
     nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
     notes = tuple(
-        f"nothing is known of the accelerator {kind or 'of this cluster'}: its speed is assumed, its memory is not "
-        "looked at; trainwright probe measures it"
+        f"the accelerator {kind or 'of this cluster'} is missing from the built-in table: its speed is assumed, and "
+        "its memory is not checked; trainwright probe measures it"
         for kind in unknown
     )
     return Cluster(nodes=nodes), notes

@@ -379,13 +379,17 @@ class PendingNodeWatcher:
         self._closed.set()
 
     def _watch(self) -> None:
+        failure = ""
         while not self._closed.wait(LOOK_S):
             try:
                 found = self._see()
-            except Exception as error:  # what watches a run must not end it
-                if not self._closed.is_set():
-                    self._write(Noted(text=f"the nodes that the cluster starts are no longer known: {error}"))
-                return
+            except Exception as error:  # the next query may succeed
+                text = f"cannot read which nodes the cluster is starting: {error}"
+                if text != failure and not self._closed.is_set():
+                    self._write(Noted(text=text))
+                failure = text
+                continue
+            failure = ""
             if found != self._told:
                 self._told = found
                 self._tell(found)

@@ -126,7 +126,7 @@ class RunController:
                     case m.EmitEvent(event=events.Probed() | events.Replanned()):
                         self._journal.flush_soon()  # so that nothing is measured again
                     case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed() | events.Joined()):
-                        self._journal.flush_soon()  # so that who watches sees a failure and a recovery at once
+                        self._journal.flush_soon()  # so that viewers see a failure and a recovery at once
                     case m.EmitEvent(event=events.Evaluated()):
                         self._journal.flush_soon()  # so that nothing is evaluated again
             if isinstance(event, m.CheckpointCommitted):
@@ -145,7 +145,7 @@ class RunController:
         try:
             self._setup.store_metadata()
         except StorageError as error:  # a resumed run may have to read the files again
-            self.say(f"what is known of the data's files is not kept: {error.what}")
+            self.say(f"the metadata of the data files could not be stored: {error.what}")
 
 
 # --- Effects ----------------------------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ class WorkerOutput:
 
     def _flush_prints(self, then: Callable[[], None]) -> None:
         """Show the last output of the rank that is listened to, then call `then`."""
-        assert self._speaker is not None, "somebody is listened to"
+        assert self._speaker is not None, "no worker's output is shown"
         worker, rank = self._speaker
         actor = self._workers.actor(worker)
 

@@ -160,7 +160,7 @@ class ForkedWorkers:
             self._on = False
             for node_id in self._nodes:
                 ray_compat.retract(self._command, node_id)
-            self._note(f"workers are no longer forked, each imports by itself: {cause}")
+            self._note(f"workers are no longer forked; each one imports its modules itself: {cause}")
 
 
 def start_fork_server(module: str, threads: int) -> str:

@@ -36,7 +36,7 @@ from typing import Any, Literal
 import cloudpickle
 import numpy as np
 
-from trainwright.core.data import Batch, Feed, zero_weight
+from trainwright.core.data import Batch, single_rank_feed, zero_weight
 from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError, headline
 from trainwright.core.frameworks import keep_freed_memory, load_module
@@ -460,7 +460,7 @@ def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
         if size * workers > MOST_BYTES or workers > _MOST_TIMED:
             return PreflightResult(untried="a step of so many processes would take too much memory")
         engine, batch = _engine_of(task.job, _spec(task), framework, rows), _repeated(task.train, rows)
-        engine.warm(_feed(batch))
+        engine.warm(single_rank_feed(batch))
         for _ in range(workers - 1):
             others.append(_stepping(engine, batch, [line for _, line in others]))
         waited_s, began_s = _waited_s(), time.perf_counter()
@@ -497,7 +497,7 @@ def _stepping(engine: Engine, batch: Batch, others: Sequence[socket.socket]) -> 
             for step in itertools.count():
                 if not own.recv(1):
                     break
-                engine.train_step(replace(_feed(batch), step=step))
+                engine.train_step(replace(single_rank_feed(batch), step=step))
                 own.send(b".")
         finally:
             os._exit(0)
@@ -515,7 +515,7 @@ def _step_times(engine: Engine, batch: Batch, lines: Sequence[socket.socket]) ->
             break
         for line in lines:
             line.send(b".")
-        engine.train_step(replace(_feed(batch), step=step))
+        engine.train_step(replace(single_rank_feed(batch), step=step))
         for line in lines:
             if not line.recv(1):
                 raise ChildProcessError("another process of the trial ended")
@@ -533,13 +533,13 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
     spec = _spec(task)
     _try_schedule(spec)
     engine = _engine_of(job, spec, framework, task.train.rows)
-    feed = _feed(task.train)
+    feed = single_rank_feed(task.train)
     engine.warm(feed)
     with contextlib.suppress(NonFiniteLoss):  # other rows, and later steps, may do better
         engine.train_step(feed)
     if task.evaluate is not None:
         states = metric_states(job.metrics)
-        sums = with_states(engine.evaluate_step(_feed(task.evaluate), states), states)
+        sums = with_states(engine.evaluate_step(single_rank_feed(task.evaluate), states), states)
         found = compute_states(sums + sums)  # as those of two ranks
         job.checkpointing.check_goals(found.totals)
     if job.tensorflow.run == "fit":
@@ -555,7 +555,7 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
 def _divided_problem(job: Job, spec: ModelSpec, batch: Batch, layout: tuple[int, int]) -> JobError | None:
     """Return the error of a loss that depends on how the batch is divided; None where `inexact=` would not help."""
     ranks, micro_batches = layout
-    feed = zero_weight(replace(_feed(batch), parts=((batch,) * micro_batches,), total=ranks))
+    feed = zero_weight(replace(single_rank_feed(batch), parts=((batch,) * micro_batches,), total=ranks))
     found: JobError | None = None
     for inexact in (spec.inexact, (*spec.inexact, "batch_loss")):
         try:
@@ -602,10 +602,6 @@ def _try_schedule(spec: ModelSpec) -> None:
             raise UserCodeError(what, remedy=remedy, detail=traceback.format_exc()) from None
         if not math.isfinite(factor):
             raise JobError([f"schedule= returned {factor} for step {step} of {spec.total_steps}: return a number"])
-
-
-def _feed(batch: Batch) -> Feed:
-    return Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=batch.rows)
 
 
 def _repeated(batch: Batch, rows: int) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -108,7 +109,8 @@ class _DriverProcess:
         except TrainwrightError as error:
             self._finish = FinishRun(outcome="failed", step=0, error=error)
         except Exception as error:  # it would vanish in the thread
-            told = TrainwrightError(f"{type(error).__name__}: {error}", where="the detached driver")
+            what, where = f"{type(error).__name__}: {error}", "the detached driver"
+            told = TrainwrightError(what, where=where, detail=traceback.format_exc())
             self._finish = FinishRun(outcome="failed", step=0, error=told)
         self._began.set()
         threading.Timer(_LINGER_S, self._leave).start()
@@ -218,5 +220,5 @@ class RemoteRunController:
     def listen(self, listener: EventListener) -> None:
         """Refused: raises ResourceError."""
         raise ResourceError(
-            "a detached driver's events are not heard here", remedy="read them: trainwright logs --json"
+            "listeners cannot be added to a detached driver", remedy="read them: trainwright logs --json"
         )

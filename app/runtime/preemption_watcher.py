@@ -127,7 +127,7 @@ class PreemptionWatcher:
                     self._queue.put(partial(self._tell, node, notice))
                 told = ""
             except Exception as error:  # Ray's own errors have no common class; the next question may succeed
-                text = f"nodes that Ray drains are not seen: {type(error).__name__}: {error}"
+                text = f"cannot read which nodes Ray drains: {type(error).__name__}: {error}"
                 if text != told:
                     self._queue.put(partial(self._note, text))
                 told = text

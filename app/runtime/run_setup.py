@@ -142,7 +142,7 @@ class RunSetup:
         return log
 
     def store_metadata(self) -> None:
-        """Store what is known of the data's files. Raises StorageError."""
+        """Store the metadata of the data files. Raises StorageError."""
         store_metadata(self.prepared)
 
     def example_row(self) -> Batch | None:

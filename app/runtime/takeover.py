@@ -87,6 +87,8 @@ class DriverWatchdog:
             self._last()
             if self._group is not None:  # others with bundles of the same group have no driver either
                 remove_placement_group(self._group)
+        except Exception:
+            _log.exception("cannot release the resources of this process")
         finally:
             os._exit(0)
 
@@ -139,7 +141,7 @@ def kept_alive(run: str) -> Iterator[None]:
             except Exception as error:  # the thread goes on: without it they would end by themselves
                 cause = f"{type(error).__name__}: {error}"
                 if not told:
-                    _log.warning("workers of the driver before cannot be kept from ending: %s", cause)
+                    _log.warning("cannot keep the workers of the previous driver alive: %s", cause)
                 told = True
             over.wait(BEAT_S)
 

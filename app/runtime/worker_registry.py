@@ -334,7 +334,7 @@ class WorkerRegistry:
                 self._beat_once(beats)
                 told = ""
             except Exception as error:  # without heartbeats all processes of the run would end
-                text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
+                text = f"cannot send heartbeats to the workers: {type(error).__name__}: {error}"
                 if text != told:
                     self._queue.put(partial(self._note, text))
                 told = text

@@ -45,7 +45,7 @@ class Scenario:
     compute_s: float = 0.1  # that a unit of one step takes a worker of usual speed
     spread: float = 0.05  # standard deviation of the logarithm of each unit's own time
     between_s: float = 0.0  # that a worker takes from a push to its next pull beside messages: to have its next batch
-    unequal: float = 0.0  # of each worker's usual time
+    unequal: float = 0.0  # standard deviation of the logarithm of each worker's usual time
     slow: tuple[float, ...] = ()  # worker numbers from 0 on, as many as there are factors by which they take longer
     # worker_bytes_per_s, server_bytes_per_s: of their links, one direction
     worker_bytes_per_s: float = 1.25e9
@@ -55,7 +55,7 @@ class Scenario:
     failures_per_hour: float = 0.0  # deaths of each worker; it is back after `recover_s`
     # deaths of each server; all go back to their last copy, and on after `recover_s`
     server_failures_per_hour: float = 0.0
-    recover_s: float = 30.0  # see there
+    recover_s: float = 30.0  # until a worker or server that failed is back
     copy_s: float = 10.0  # between two copies of the servers' state
     # wire, local_steps, outer: as in `Job`
     wire: GradientCompression = field(default_factory=GradientCompression)
@@ -412,7 +412,7 @@ class Simulation:
         if per_hour:
             self._put(self._now_s + after_s + float(self._random.exponential(3600.0 / per_hour)), kind, number, life)
 
-    # --- beside it ---
+    # --- bookkeeping ---
 
     def _begin(self, step: int) -> None:
         """Make a new lease table and admission, as each rendezvous epoch of servers has."""
@@ -486,14 +486,14 @@ _NOISE_STRIDE = 40_503  # from one unit's to the next
 
 
 class ComputedPush(NamedTuple):
-    """A unit, and the parameters that it was computed on, of shape (rates, SIZE)."""
+    """A unit, and the parameters that it was computed on, of shape (rates, _PARAMETERS)."""
 
     unit: WorkUnit
     x: _Array
 
 
 class _ServerState(NamedTuple):
-    """What all servers together hold: parameters and the outer method's speed, each (rates, SIZE)."""
+    """What all servers together hold: parameters and the outer optimizer's velocity, each (rates, _PARAMETERS)."""
 
     x: _Array
     speed: _Array
@@ -565,5 +565,5 @@ class QuadraticProblem:
         return found
 
     def _place(self, step: int, share: int) -> int:
-        """Return the noise of a share of a step, independent of the worker."""
+        """Return where the noise of a share of a step begins in the pool, the same for every worker."""
         return (step * self._scenario.workers + share) * _NOISE_STRIDE % _NOISE_POOL

@@ -99,7 +99,7 @@ def await_cloud_notice(
 def _trouble(service: MetadataService, error: Exception) -> NodeNotice:
     why = str(error) or f"no answer within {_ANSWER_S:g} s"
     text = f"the metadata service of {service.name} gave no valid answer for {PATIENCE_S:g} s"
-    return NodeNotice(key="trouble", text=f"{text}, so that no notice of it is seen: {why}; {service.hint}")
+    return NodeNotice(key="trouble", text=f"{text}, so preemption notices are not received: {why}; {service.hint}")
 
 
 def metadata_service(
@@ -120,7 +120,7 @@ def metadata_service(
             return ""
 
     aws, google = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""), environment.get("GCE_METADATA_HOST", "")
-    # Of Xen, older machines of AWS have the vendor.
+    # Older EC2 machines run on Xen and name Amazon only in bios_version.
     on_aws = fact("sys_vendor") == "Amazon EC2" or fact("bios_version").endswith(".amazon")
     if (aws or on_aws) and environment.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true":
         return _Aws(_Http(aws or _ADDRESS), clock)

@@ -1,7 +1,7 @@
 """Records traces of chosen steps on one rank, and writes them to the store beside the run.
 
 The framework's profiler runs from the first of the steps to the last one, on the thread of steps. Another thread writes
-the file. Whatever goes wrong with a trace is told, and does not end the run.
+the file. A failed trace is reported and does not end the run.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Worker:
         self._records, self._meter = StepLog(), StepTimer()
         self._stop_requested = threading.Event()
         self._built = False
-        self._tried = False  # steps were taken of which nothing may be left
+        self._tried = False  # probe steps changed the state: the next rendezvous needs a new engine
         self._seat = (-1, 0)  # rank and world size that the streams are for
         self._spare = self._rehearsed = False
         self._stepping: int | None = None  # the thread of steps
@@ -124,7 +124,7 @@ class Worker:
         self._data: RankFeeds | None = None
         self._role: Role = "worker"
         self._passing = StepSkipper(self._quarantine)
-        self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
+        self._staleness: StalenessCounts | None = None  # of the last segment of steps, if this rank reports it
         self._profiler = StepProfiler(store, order.run, order.profile)
         self._decoded = dict[int, Any]()  # what a language model keeps of the tokens so far
 
@@ -141,7 +141,7 @@ class Worker:
         self._rehearsed = True
         if self._plan.placement.accelerator and not os.environ.get(_VISIBLE):  # older Rays hide all GPUs
             os.environ.pop(_VISIBLE, None)
-        peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
+        peer = Peer(rank=0, address=self._engine.reserve("worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
         feed = self._feeds.training.warm_feed(0)
@@ -159,7 +159,7 @@ class Worker:
         if plan != self._plan:
             self._plan, self._seat = plan, (-1, 0)
         self._role = wanted.role
-        return self._engine.reserve(wanted.generation, wanted.role)
+        return self._engine.reserve(wanted.role)
 
     def _begin_anew(self, plan: Plan) -> None:
         """Replace the engine, with all that it holds, by a new one."""
@@ -532,14 +532,14 @@ class Interruption:
             self.current = generation
             if generation <= self._over:
                 raise PeerLost(
-                    f"generation {generation} was over before this rank had joined it",
+                    f"rendezvous epoch {generation} ended before this rank joined it",
                     remedy="look at the rank that failed first",
                 )
 
     def check(self) -> None:
         """Raise PeerLost if the epoch that this rank takes part in is over. Never waits for the lock."""
         if self.current <= self._over:
-            raise PeerLost(f"generation {self.current} is over", remedy="look at the rank that failed first")
+            raise PeerLost(f"rendezvous epoch {self.current} has ended", remedy="look at the rank that failed first")
 
     def end(self, generation: Generation, interrupt: Callable[[], object]) -> None:
         """End a rendezvous epoch and those before it: call `interrupt` if this rank takes part in one."""

@@ -32,9 +32,17 @@ from trainwright.datasets.data_source import (
 )
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.python_objects import hash_block, hash_values
-from trainwright.datasets.loading.sequential_rows import ALL_ROWS, Blocks, PartRows, RowPart, SequentialRows, block_rows
+from trainwright.datasets.loading.sequential_rows import (
+    ALL_ROWS,
+    NOT_REPLAYABLE,
+    SAMPLED_ROWS,
+    Blocks,
+    PartRows,
+    RowPart,
+    SequentialRows,
+    block_rows,
+)
 
-_SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
 END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
@@ -47,7 +55,6 @@ _UNSHARDED = (
 _EXACTLY_ONCE = (
     "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
-_NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
 _open: dict[int, _OpenIterator] = {}  # iterators that are read, by any thread
 
 
@@ -81,7 +88,7 @@ class _PipelineSource(SequentialSource):
 
     @property
     def guarantee(self) -> str:
-        return _EXACTLY_ONCE if self.replayable else _NOT_REPLAYABLE
+        return _EXACTLY_ONCE if self.replayable else NOT_REPLAYABLE
 
     def describe(self) -> str:
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
@@ -93,7 +100,7 @@ class _PipelineSource(SequentialSource):
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
         if self.replayable and hash_block(first) != hash_block(again):
             raise DataError(
-                f"the pipeline gives other rows among its first {_SAMPLED_ROWS} each time it is iterated",
+                f"the pipeline gives other rows among its first {SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
                 remedy="seed its shuffle (a function of the epoch may give each another one), keep it deterministic, "
                 "or pass replayable=False: then a recovered run may count some rows twice and others never",
@@ -213,7 +220,7 @@ class _PipelineSource(SequentialSource):
             )
         return {name: _field_of(component) for name, component in columns.items()}
 
-    def _first_rows(self, pipeline: Any, schema: Mapping[str, Field], count: int = _SAMPLED_ROWS) -> Arrays:
+    def _first_rows(self, pipeline: Any, schema: Mapping[str, Field], count: int = SAMPLED_ROWS) -> Arrays:
         for block in read_blocks(pipeline.take(count), schema, self.describe()):
             return block
         raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")

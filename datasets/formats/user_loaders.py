@@ -48,11 +48,20 @@ from trainwright.datasets.formats.python_objects import (
     to_array_of,
     to_column,
 )
-from trainwright.datasets.loading.sequential_rows import ALL_ROWS, Blocks, PartRows, RowPart, SequentialRows, block_rows
+from trainwright.datasets.loading.sequential_rows import (
+    ALL_ROWS,
+    NOT_REPLAYABLE,
+    SAMPLED_ROWS,
+    Blocks,
+    PartRows,
+    RowPart,
+    SequentialRows,
+    block_rows,
+)
 
 _LOADER, _ITERABLE = "torch.utils.data.dataloader.DataLoader", "torch.utils.data.dataset.IterableDataset"
 _STREAMED = "datasets.iterable_dataset.IterableDataset"
-_SAMPLED_ROWS = _BLOCK_ROWS = 64  # rows that are read twice; rows of a block
+_BLOCK_ROWS = 64
 
 _LOADER_NOTE = (
     "a DataLoader whose rows have numbers: {}, each row counts exactly once, the batches are the job's, and its "
@@ -63,7 +72,6 @@ _EXACTLY_ONCE = (
     "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated from "
     "the same seed; a run that resumes in the middle of a pass reads the pass's earlier rows again and drops them"
 )
-_NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
 
 
 # --- The functions that users call ------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ class _IterableSource(SequentialSource):
 
     @property
     def guarantee(self) -> str:
-        return _EXACTLY_ONCE if self.replayable else _NOT_REPLAYABLE
+        return _EXACTLY_ONCE if self.replayable else NOT_REPLAYABLE
 
     def describe(self) -> str:
         return f"{self.call}({self._name})"
@@ -281,7 +289,7 @@ class _IterableSource(SequentialSource):
         schema, first = self._sampled()
         if self.replayable and hash_block(first) != hash_block(self._sampled()[1]):
             raise DataError(
-                f"it gives other rows among its first {_SAMPLED_ROWS} each time it is iterated",
+                f"it gives other rows among its first {SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
                 remedy="draw random numbers from the global generators of torch, NumPy or Python, which are seeded for "
                 "each pass, or seed the generator; or pass replayable=False: then a recovered run may count some rows "
@@ -324,7 +332,7 @@ class _IterableSource(SequentialSource):
             for number, (first, chunk) in enumerate(chunks):
                 rows = range(_count(chunk))
                 found += [{name: values[row : row + 1] for name, values in chunk.items()} for row in rows]
-                if number and first + len(rows) >= _SAMPLED_ROWS:
+                if number and first + len(rows) >= SAMPLED_ROWS:
                     break
         if not found:
             raise DataError("it gives no row", where=self.describe(), remedy="look at how it is made")

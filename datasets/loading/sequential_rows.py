@@ -16,6 +16,8 @@ from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
 
 Blocks = Generator[Arrays, None, None]
 """Blocks of consecutive rows. Closing it ends what the pass runs: threads, processes, iterators."""
+SAMPLED_ROWS = 64  # that are read twice, to see whether a source repeats itself
+NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def estimate(
     Raises:
         PlanError: the plan cannot be carried out by this cluster, or with this model and batch; the batch is no whole
             number of samples, or the precision is unknown.
-        ResourceError: nothing is known of an accelerator.
+        ResourceError: an accelerator is missing from the built-in table.
     """
     check_request(batch_size, precision)
     known = calibration or DEFAULT

@@ -69,7 +69,7 @@ class MachineModel:
         missing = sorted(kind for kind, item in found.items() if item is None)
         if missing:
             raise ResourceError(
-                f"nothing is known of the accelerator {missing[0]!r}",
+                f"the accelerator {missing[0]!r} is missing from the built-in table",
                 where="cluster",
                 remedy=f"describe it: trainwright.core.cluster.ACCELERATORS[{missing[0]!r}] = Accelerator(...)",
             )

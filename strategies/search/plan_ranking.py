@@ -92,7 +92,7 @@ def rank(
         profile, cluster, batch_size, precision, calibration: as for `estimate`.
 
     Raises:
-        ResourceError: nothing is known of an accelerator.
+        ResourceError: an accelerator is missing from the built-in table.
         PlanError: no plan fits; it names what comes nearest.
     """
     question = PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision)
@@ -133,7 +133,7 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
     """Return the plans of all strategies for the model's framework; where none fits, those that offload too.
 
     Raises:
-        ResourceError: nothing is known of an accelerator.
+        ResourceError: an accelerator is missing from the built-in table.
         PlanError: the batch is no whole number of samples, or the precision is unknown.
     """
     check_request(question.batch_size, question.precision)

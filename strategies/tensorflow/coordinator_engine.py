@@ -24,7 +24,7 @@ from trainwright.core.data import Columns, Feed, MetricSums
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import PeerLost
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.core.topology import Address, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.socket_transport import (
     HANDSHAKE_S,
     LOST_PEER_REMEDY,
@@ -63,7 +63,7 @@ class TensorFlowCoordinatorEngine(TensorFlowEngine):
 
     # --- the group ----------------------------------------------------------------------------------------
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Bind the port at which the others reach the chief; they send the addresses of their own servers to it."""
         self._check_new()
         if role != "chief":

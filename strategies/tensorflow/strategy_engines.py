@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from trainwright.core.errors import JobError, PeerLost
-from trainwright.core.topology import Address, Capabilities, Generation, Group, Role
+from trainwright.core.topology import Address, Capabilities, Group, Role
 from trainwright.strategies.common.socket_transport import bind_socket, own_host
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
@@ -70,7 +70,7 @@ class MultiWorkerMirrored(TensorFlowEngine):
         super().__init__()
         self._socket: socket.socket | None = None
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Bind a port that the system chooses, and keep it until TensorFlow's server has it."""
         self._check_new()
         self._close()
@@ -103,7 +103,7 @@ class MultiWorkerMirrored(TensorFlowEngine):
 class AtGivenAddresses(MultiWorkerMirrored):
     """MultiWorkerMirrored at the addresses that TF_CONFIG in each worker's environment gives."""
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Return this worker's own address. Raises JobError if TF_CONFIG does not give it."""
         self._check_new()
         given = os.environ.get(_TF_CONFIG)

@@ -19,7 +19,7 @@ from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepRep
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import JobError, PeerLost, ResourceError, TrainwrightError
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.tensorflow.tensorflow_compat import before_first_use
 from trainwright.strategies.tensorflow.training import checkpoint_files
@@ -104,7 +104,7 @@ class TensorFlowEngine(ABC):
 
     # --- the group ----------------------------------------------------------------------------------------
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Return a placeholder address: no rank connects to this one."""
         self._check_new()
         return Address(host="127.0.0.1", port=0)

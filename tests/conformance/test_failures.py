@@ -170,6 +170,7 @@ def test_an_abort_frees_whoever_waits_where_collectives_raise_nothing(pool: Pool
         after_s = 0.3 if expected[call] else SOON_S / 2  # a call that ends is not interrupted, however slow it is
         world.ranks[0].send("interrupted", after_s, call, *arguments)
         outcome = world.ranks[0].outcome(SOON_S)
+        assert outcome.error is None and not outcome.dead, outcome
         assert outcome.value is None or isinstance(outcome.value, PeerLost), outcome
         world.leave()
         return outcome.value is not None
@@ -216,6 +217,7 @@ def test_a_build_that_was_interrupted_is_done_again_with_those_that_had_not_begu
         world.every("form", lambda number: (groups[number],))
         world.ranks[0].send("interrupted", 0.3, "build", world.spec, world.plan)
         outcome = world.ranks[0].outcome(SOON_S)
+        assert outcome.error is None and not outcome.dead, outcome
         assert outcome.value is None or isinstance(outcome.value, PeerLost), outcome
         world.leave()
         world.start(feeds[0])

@@ -105,5 +105,5 @@ def test_a_plan_that_cannot_change_is_refused_before_anything_starts(ray_cluster
     with pytest.raises(
         JobError, match=r'on_oom="replan" needs a torch module on one device .* the plan is parameter_server'
     ):
-        tw.plan(torch_jobs.job(folder, strategy="parameter_server", on_oom="replan"))
+        tw.fit(torch_jobs.job(folder, strategy="parameter_server", on_oom="replan"))
     assert not folder.exists() or not told(folder, "faulty", events.Placed)

@@ -342,6 +342,6 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
     monkeypatch.setattr(Heartbeats, "send", broken)
     tw.fit(torch_jobs.job(folder))
     noted: Any = told(folder, "faulty", events.Noted)
-    text = "the workers could not be told that their driver lives: ZeroDivisionError: a bug"
+    text = "cannot send heartbeats to the workers: ZeroDivisionError: a bug"
     assert [event.text for event in noted] == [text] and sent[-1]
     assert final_state(folder, "faulty") == unbroken(2)

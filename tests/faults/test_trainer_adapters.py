@@ -43,4 +43,5 @@ def test_a_program_survives_a_killed_worker(
         assert list(run.history["loss"]) == pytest.approx(plain(), rel=1e-5)
         assert logged <= set(run.history)
     evaluations = runs[0].evaluations
+    assert bool(len(evaluations)) == (adapted is of_lightning)
     assert not len(evaluations) or list(evaluations["val_loss"]) == pytest.approx(list(evaluations["loss"]))

@@ -62,7 +62,7 @@ class Lone:
 
     def form(self, device: str) -> None:
         """A group of its own."""
-        peer = Peer(rank=0, address=self.engine.reserve(GENERATION, "worker"))
+        peer = Peer(rank=0, address=self.engine.reserve("worker"))
         self.engine.form(Group(generation=GENERATION, rank=0, peers=(peer,), devices=(device,)))
 
     def train(self, first: int, until: int) -> list[StepReport]:

@@ -81,7 +81,7 @@ def formed(
 ) -> Any:
     """An engine, by default of data parallelism, in a group of the ranks alive."""
     engine = engine or DataParallel()
-    addresses = [address for address in exchange(engine.reserve(GENERATION, "worker")) if isinstance(address, Address)]
+    addresses = [address for address in exchange(engine.reserve("worker")) if isinstance(address, Address)]
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     place = ranks.index(rank) if ranks else rank
     tag = engine.form(Group(generation=GENERATION, rank=place, peers=peers, key=b"of tests", deadline_s=20.0))

@@ -26,7 +26,7 @@ class ScriptedEngine:
 
     capabilities = Capabilities()
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         return PEER.address
 
     def form(self, group: Group) -> StateTag:

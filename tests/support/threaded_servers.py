@@ -44,8 +44,7 @@ class Cluster:
         self.first = 0  # step of the last segment
         self.servers = [Independent(host="127.0.0.1") for _ in range(servers)]
         self.peers = tuple(
-            Peer(rank=rank, address=one.reserve(FIRST, "server"), role="server")
-            for rank, one in enumerate(self.servers)
+            Peer(rank=rank, address=one.reserve("server"), role="server") for rank, one in enumerate(self.servers)
         )
         self.workers: list[Independent] = []
         self.every(self.servers, lambda one: one.form(self._group(self.servers.index(one), self.peers)))
@@ -58,7 +57,7 @@ class Cluster:
     def join(self) -> Independent:
         """A newcomer; nobody else needs to know of it."""
         one, rank = Independent(host="127.0.0.1"), len(self.servers) + len(self.workers)
-        peer = Peer(rank=rank, address=one.reserve(FIRST, "worker"))
+        peer = Peer(rank=rank, address=one.reserve("worker"))
         others = [replace(peer, rank=other) for other in range(len(self.servers), rank)]
         one.form(self._group(rank, (*self.peers, *others, peer)))
         one.build(self.spec, self.plan)

@@ -87,7 +87,7 @@ def feed(*parts: Batch, step: int = 0, rank: int = 0, total: int = 1, **changes:
 
 def one_device(job: ModelSpec | None = None, how: Plan | None = None) -> OneDevice:
     engine = OneDevice()
-    peer = Peer(rank=0, address=engine.reserve(GENERATION, "worker"))
+    peer = Peer(rank=0, address=engine.reserve("worker"))
     engine.form(Group(generation=GENERATION, rank=0, peers=(peer,)))
     engine.build(job or spec(), how or plan())
     return engine

@@ -212,12 +212,12 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    """It ends by an error, which is told."""
+    """A query that failed is reported; the next one may succeed."""
     made = Scene(monkeypatch)
     yield made
-    assert made.after(RuntimeError("no head")) == Noted(
-        text="the nodes that the cluster starts are no longer known: no head"
-    )
+    assert made.after(RuntimeError("no head")) == Noted(text="cannot read which nodes the cluster is starting: no head")
+    made.seen.put(RuntimeError("no head"))  # reported once
+    assert made.after(PendingNodes(asked={"more": 3})) == Noted(text="the cluster starts 3 nodes (3 more asked for)")
     made.lookout.close()
 
 

@@ -415,7 +415,7 @@ def test_one_that_fails_is_told_once_and_none_is_forked_any_more(monkeypatch: py
         workers.failed("it was killed")
     workers.start_server("a", driver.actor, then=lambda: done.append(1))
     assert workers.options("a") == {} and done == [1] and not driver.actor.mock_calls
-    assert driver.told == ["workers are no longer forked, each imports by itself: it was killed"]
+    assert driver.told == ["workers are no longer forked; each one imports its modules itself: it was killed"]
     assert driver.kept == set(), "later runs start their servers anew"
 
 
@@ -471,7 +471,7 @@ def test_a_standby_does_not_wait_for_a_server_without_end(monkeypatch: pytest.Mo
     assert done == [1], "once"
     assert workers.options("a") == (FORKED if end in ("answered", "frozen") else {})
     assert driver.told == (
-        ["workers are no longer forked, each imports by itself: no fork server was started: no module"]
+        ["workers are no longer forked; each one imports its modules itself: no fork server was started: no module"]
         if end == "failed"
         else []
     )

@@ -50,7 +50,7 @@ def test_ranks_that_do_not_move_say_where_they_stand_and_the_culprit_s_words_go_
     assert story.emitted(events.Stacks) == [events.Stacks(worker=1, rank=1, node="n1", text="in forward()")]
     story.raises(0, "run", "peer", RuntimeError("gone")).expires("leave")
     (failed,) = story.emitted(events.Failed)
-    assert failed.rank == 1 and "rank 1 stood at:\nin forward()" in failed.detail
+    assert failed.rank == 1 and "stack traces of rank 1:\nin forward()" in failed.detail
     late = m.CallReturned(worker=1, generation=generation, verb="interrupt", value="too late")
     assert not story.tell(late).wanted
 

@@ -66,7 +66,7 @@ def test_an_interrupt_that_overtakes_the_call_it_is_for_counts(worker: Worker, c
     """The driver calls for `form`, hears of a death and interrupts: the threads of the process may turn that around."""
     worker.reserve(ReserveRequest(generation=FIRST))
     worker.interrupt(FIRST, False)
-    with pytest.raises(PeerLost, match=r"generation 1\.1 was over before this rank had joined it"):
+    with pytest.raises(PeerLost, match=r"rendezvous epoch 1\.1 ended before this rank joined it"):
         worker.form(group(FIRST))
     assert called == ["reserve", "interrupt"], "nothing waits for peers that are gone"
     worker.reserve(ReserveRequest(generation=SECOND))
@@ -152,7 +152,7 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(
             together._answers([Future()], 0.0, HangError("the workers did not evaluate"))
     assert caught.value.where == "rank 0, a"
     said = caught.value.detail
-    assert said.startswith("rank 0 stood at:\nthread ") and "thread MainThread" in said and "_explained" in said
+    assert said.startswith("stack traces of rank 0:\nthread ") and "thread MainThread" in said and "_explained" in said
     assert called == ["reserve", "interrupt"]
 
 
@@ -205,7 +205,7 @@ def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silen
 def member(rank: int, silent: SocketListener, engine: ParameterServer) -> Group:
     """A group whose first server says nothing."""
     roles = ("server", "server", "worker")
-    address = engine.reserve(FIRST, roles[rank])
+    address = engine.reserve(roles[rank])
     peers = tuple(
         Peer(rank=other, address=address if other == rank else silent.address, role=role)
         for other, role in enumerate(roles)

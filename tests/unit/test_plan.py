@@ -201,7 +201,7 @@ def test_what_nothing_is_known_of_is_used_and_said() -> None:
     nodes = tuple(replace(node, kind="B9000") for node in GPUS.nodes)
     heavy = replace(PROFILE, layers=(replace(PROFILE.layers[0], flops=1e12),))
     chosen = decide(Cluster(nodes=nodes), profile=heavy).chosen
-    assert chosen.workers == 2 and "nothing is known of the accelerator B9000" in chosen.notes[0]
+    assert chosen.workers == 2 and "the accelerator B9000 is missing from the built-in table" in chosen.notes[0]
     assert chosen.estimate is not None and chosen.estimate.high_s > 2 * chosen.estimate.step_s
 
 

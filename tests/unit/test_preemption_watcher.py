@@ -233,7 +233,7 @@ def test_a_ray_that_does_not_answer_is_told_once_and_asked_again(scene: Scene, d
     watcher = scene.watcher()
     while not scene.noticed:
         scene.queue.settle()
-    assert scene.notes == ["nodes that Ray drains are not seen: RuntimeError: no GCS"]
+    assert scene.notes == ["cannot read which nodes Ray drains: RuntimeError: no GCS"]
     assert scene.noticed == [(2, 0.0, "Ray drains its node")], "its time is over"
     watcher.close()
 

@@ -98,7 +98,7 @@ def test_a_group_that_does_not_fill_is_given_up() -> None:
 
 def test_interrupt_frees_a_rank_that_waits_for_others() -> None:
     engine = Reference(host="127.0.0.1")
-    address = engine.reserve(FIRST, "worker")
+    address = engine.reserve("worker")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(_raised, lambda: engine.form(_group(0, [address] * 2, FIRST, deadline_s=30.0)))
         while engine._connections is None:
@@ -197,7 +197,7 @@ def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[StarGroup]]:
 def formed(kind: type[ReferenceEngine], size: int) -> list[Any]:
     """Engines of a formed group, built."""
     engines: list[Any] = [kind(host="127.0.0.1") for _ in range(size)]
-    addresses = [engine.reserve(FIRST, "worker") for engine in engines]
+    addresses = [engine.reserve("worker") for engine in engines]
     together(*(lambda e=engine, r=rank: e.form(_group(r, addresses, FIRST)) for rank, engine in enumerate(engines)))
     for engine in engines:
         engine.build(SPEC, PLAN)
@@ -207,7 +207,7 @@ def formed(kind: type[ReferenceEngine], size: int) -> list[Any]:
 def alone(spec: ModelSpec = SPEC) -> Reference:
     """One rank, built."""
     engine = Reference(host="127.0.0.1")
-    engine.form(_group(0, [engine.reserve(FIRST, "worker")], FIRST))
+    engine.form(_group(0, [engine.reserve("worker")], FIRST))
     engine.build(spec, PLAN)
     return engine
 

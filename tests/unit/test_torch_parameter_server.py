@@ -47,7 +47,7 @@ class Party:
     def start(self, job: ModelSpec, how: Plan) -> None:
         roles: list[Role] = ["server"] * how.servers + ["worker"]
         peers = tuple(
-            Peer(rank=rank, address=engine.reserve(GENERATION, role), role=role)
+            Peer(rank=rank, address=engine.reserve(role), role=role)
             for rank, (engine, role) in enumerate(zip(self.engines, roles, strict=True))
         )
         for rank, engine in enumerate(self.engines):

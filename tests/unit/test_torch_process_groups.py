@@ -305,7 +305,7 @@ def test_ranks_that_built_different_models_are_refused() -> None:
 
 def _alone(rank: int, world: int, exchange: Exchange) -> Any:
     engine = DataParallel()
-    addresses = exchange(engine.reserve(GENERATION, "worker"))
+    addresses = exchange(engine.reserve("worker"))
     if rank == 1:
         return None
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
@@ -325,7 +325,7 @@ def test_a_group_that_does_not_form_says_so_by_its_deadline() -> None:
 
 def test_reserved_ports_differ_and_the_loopback_interface_is_known() -> None:
     engines = [DataParallel() for _ in range(3)]
-    ports = {engine.reserve(GENERATION, "worker").port for engine in engines}
+    ports = {engine.reserve("worker").port for engine in engines}
     for engine in engines:
         engine.leave()
     assert len(ports) == 3
@@ -341,7 +341,7 @@ def test_an_interrupt_before_the_group_forms_leaves_no_socket() -> None:
 
     counts = []
     for _ in range(3):
-        address = engine.reserve(GENERATION, "worker")
+        address = engine.reserve("worker")
         engine.interrupt(1.0)
         with pytest.raises(PeerLost):
             engine.form(

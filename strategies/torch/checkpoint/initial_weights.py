@@ -71,10 +71,10 @@ def match_names(model: nn.Module, weights: WeightSource, where: str) -> dict[str
     return found
 
 
-def load_weight_files(model: nn.Module, weights: WeightSource, where: str = "") -> dict[str, StoredTensor]:
+def load_weight_files(model: nn.Module, weights: WeightSource) -> dict[str, StoredTensor]:
     """Load a whole model, and return what `match_names` returns. Raises JobError, StorageError, UserCodeError."""
-    found = match_names(model, weights, where)
-    provide_memory(model, found, where)
+    found = match_names(model, weights, "")
+    provide_memory(model, found, "")
     load_slices(model, weights, found, {})
     return found
 

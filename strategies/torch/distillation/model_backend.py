@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,7 @@ from trainwright.strategies.torch.training.evaluation import LOSS, flat_outputs
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 from trainwright.strategies.torch.training.objective import JobFunctions
 
+_log = logging.getLogger(__name__)
 FRAMEWORK, LOOKS = "torch", True
 
 
@@ -284,7 +286,9 @@ def built_shapes(build: Builder, sample: Columns, inputs: Names, keywords: Names
         return shapes(model, sample, inputs, keywords)
     except JobError:
         raise
-    except Exception:  # it looks at values, or loads weights
+    except Exception as error:  # it reads values, or loads weights
+        cause = f"{type(error).__name__}: {error}"
+        _log.info("the model is built in memory, because it failed on the meta device: %s", cause)
         return shapes(build(), sample, inputs, keywords, device="cpu")
 
 

@@ -16,7 +16,7 @@ from trainwright.core.data import Columns, Feed, MetricSums, PeakMemory, StepRep
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import DeviceError, JobError, PeerLost, TrainwrightError
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.step_trace import TorchTraceRecorder
@@ -58,7 +58,7 @@ class _ReplicaEngine:
 
     # --- the group ----------------------------------------------------------------------------------------
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Return an address without a port: no other rank connects to this one."""
         return Address(host="127.0.0.1", port=0)
 

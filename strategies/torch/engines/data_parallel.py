@@ -12,7 +12,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Feed
-from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
 from trainwright.strategies.torch.engines.base import TorchEngine
@@ -30,7 +30,7 @@ class ProcessGroupEngine(TorchEngine):
         self._confirm = lambda: self._membership.confirm(self._device)
         self._aborted = lambda: self._membership.aborted
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Bind a port that the system chooses and keep it until `form`."""
         return self._membership.reserve()
 

@@ -17,7 +17,6 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
     Capabilities,
-    Generation,
     Group,
     Peer,
     Role,
@@ -62,12 +61,12 @@ class _ServerGroupEngine(TorchEngine):
         self._worker: ParameterWorker | None = None
         self._built_for: tuple[int, int] | None = None  # the place of the replica
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Let a server listen on a port that the system chooses; no rank connects to a worker."""
         self.leave()
         self._switch = ConnectionCanceller()
         if role != "server":
-            return super().reserve(generation, role)
+            return super().reserve(role)
         self._listener = SocketListener(own_host())
         return self._listener.address
 

@@ -8,6 +8,7 @@ on time: draining the pipeline, or dropping and repeating forwards, changes no b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from trainwright.strategies.torch.training.optimizers import (
     needs_closure,
 )
 
+_log = logging.getLogger(__name__)
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer or moving parameter, and a copy of it
 
 
@@ -337,7 +339,9 @@ def is_elementwise(spec: ModelSpec) -> bool:
                 for parameter, slope in zip(given, (start.cos() * step).chunk(len(given)), strict=True):
                     parameter.grad = slope.clone()
                 optimizer.step()
-    except Exception:
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        _log.warning("cannot test whether the optimizer is elementwise; it is treated as if it were: %s", cause)
         return True
     return torch.allclose(whole[0], torch.cat((parts[0], parts[1])), rtol=1e-5, atol=1e-7)
 

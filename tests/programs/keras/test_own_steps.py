@@ -94,7 +94,10 @@ def test_a_gan_trains_as_keras_does_and_goes_on_from_a_checkpoint() -> None:
 def test_a_loaded_model_with_optimizers_of_its_own_trains_on() -> None:
     model = gan()
     take_weights(model, Files(train(job(), steps=slice(3)).files))
+    before = [weight.numpy() for weight in model.trainable_weights]
     model.fit(X, batch_size=BATCH, verbose=0)
+    after = [weight.numpy() for weight in model.trainable_weights]
+    assert any(not np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_a_model_without_call_is_planned_by_its_weights() -> None:

@@ -178,7 +178,7 @@ def test_a_newcomer_changes_no_statistics_and_no_evaluation(local: list[Any]) ->
 def _sharded(rank: int, world: int, exchange: Exchange) -> Any:
     """Each shard's statistics are of its own rows too; one that changes a buffer by itself is found."""
     engine = Sharded()
-    addresses = exchange(engine.reserve(GENERATION, "worker"))
+    addresses = exchange(engine.reserve("worker"))
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     engine.form(Group(generation=GENERATION, rank=rank, peers=peers, deadline_s=20.0))
     engine.build(job(**LOCAL), replace(plan(), mesh=Mesh(shard=world), zero=3))

@@ -193,8 +193,8 @@ def test_two_ranks_log_and_evaluate_as_a_plain_loop() -> None:
     results = run_ranks(_on_ranks, RANKS)
     for name in results[0]:
         for own, _ in (result[name] for result in results):
-            for step, values in enumerate(own):
-                same(values, logged[step], f"{name}, step {step}")
+            for step, (values, expected) in enumerate(zip(own, logged, strict=True)):
+                same(values, expected, f"{name}, step {step}")
         total = compute_states(sum((result[name][1] for result in results), MetricSums()))
         same(total.means(), metrics, str(name))
 
@@ -203,8 +203,8 @@ def test_two_ranks_log_and_evaluate_as_a_plain_loop() -> None:
 def test_one_device_logs_and_evaluates_as_a_plain_loop(by_step: bool, micro_batches: int) -> None:
     logged, metrics = plain()
     own, sums = trained(one_device(job(by_step=by_step), plan(accumulation=micro_batches)), 0, 1, micro_batches)
-    for step, values in enumerate(own):
-        same(values, logged[step], f"step {step}")
+    for step, (values, expected) in enumerate(zip(own, logged, strict=True)):
+        same(values, expected, f"step {step}")
     same(compute_states(sums).means(), metrics, "evaluation")
 
 

@@ -218,7 +218,7 @@ def _declared(rank: int, world: int, exchange: Exchange) -> Any:
 
 def _swapped(rank: int, exchange: Exchange, engine: DataParallel) -> StateTag:
     """What an engine holds whose rank is the other one's from now on."""
-    addresses = exchange(engine.reserve(GENERATION, "worker"))
+    addresses = exchange(engine.reserve("worker"))
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(reversed(addresses)))
     return engine.form(Group(generation=GENERATION, rank=1 - rank, peers=peers, deadline_s=20.0))
 

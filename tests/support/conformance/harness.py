@@ -202,7 +202,7 @@ class World:
         """A new process takes a dead one's place in the group that stands; the others are not told."""
         self._admit(number, self._process())
         rank, group = self.ranks[number], self.groups[number]
-        rank.call("reserve", group.generation, group.peers[number].role)
+        rank.call("reserve", group.peers[number].role)
         rank.call("form", replace(group, deadline_s=deadline_s))
         rank.call("build", self.spec, self.plan)
         self._built[number] = True
@@ -211,7 +211,7 @@ class World:
         """A new generation as each rank is told of it, once all have bound a port."""
         self._generation += 1
         generation = Generation(token=1, number=self._generation)
-        addresses = self.every("reserve", lambda number: (generation, self.plan.role_of(number)))
+        addresses = self.every("reserve", lambda number: (self.plan.role_of(number),))
         roles = map(self.plan.role_of, range(len(addresses)))
         peers = tuple(
             Peer(rank=number, address=address, role=role)

@@ -27,7 +27,6 @@ from trainwright.core.metric_states import metric_states, with_states
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
-    Generation,
     Group,
     Role,
     StalenessCounts,
@@ -172,8 +171,8 @@ class Session:
 
         aborting_backend.install()
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
-        return self.engine.reserve(generation, role)
+    def reserve(self, role: Role) -> Address:
+        return self.engine.reserve(role)
 
     def form(self, group: Group) -> StateTag:
         if group.size > 1 and group.devices[0] != "cpu":

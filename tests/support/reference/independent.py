@@ -22,7 +22,6 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
     Capabilities,
-    Generation,
     Group,
     OuterOptimizer,
     Peer,
@@ -83,7 +82,7 @@ class Independent(ReferenceEngine):
         self._rules: ServerConfig
         self._parameters: Arrays = {}
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Listen on a port that the system chooses, under which servers are found."""
         self.leave()
         self._listener = SocketListener(self._host or own_host())

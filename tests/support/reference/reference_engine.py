@@ -18,7 +18,7 @@ from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateS
 from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.socket_transport import SocketListener, own_host
 
 PREFIX, SUFFIX = "state", ".npz"
@@ -54,7 +54,7 @@ class ReferenceEngine:
         self._state: ReferenceState | None = None
         self._busy = threading.Lock()
 
-    def reserve(self, generation: Generation, role: Role) -> Address:
+    def reserve(self, role: Role) -> Address:
         """Listen on a port that the system chooses."""
         self.leave()
         self._port = SocketListener(self._host or own_host(), unix=False)
