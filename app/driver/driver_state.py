@@ -397,12 +397,12 @@ class DriverState:
             copied.__dict__[name] = value
         return state
 
-    def seats(self, room: int) -> int:
-        """Return how many of `room` workers the run can use; 0 if there is no plan for them."""
+    def usable_workers(self, available: int) -> int:
+        """Return how many of `available` workers the run can use; 0 if there is no plan for them."""
         layouts = self.settings.world.layouts
         if layouts is None:
-            return room
-        plan = layouts.on(room, self.settings.world.fewest)
+            return available
+        plan = layouts.on(available, self.settings.world.fewest)
         return plan.workers if plan else 0
 
     def loses_state(self, workers: int) -> bool:

@@ -235,7 +235,7 @@ def can_grow(state: DriverState) -> bool:
 def target_size(state: DriverState) -> int:
     """Return how many of the members and the joining workers that are up the run can use."""
     ready = len(state.membership.members) + len(_joiners_up(state))
-    return state.seats(min(ready, state.settings.world.most))
+    return state.usable_workers(min(ready, state.settings.world.most))
 
 
 def _joiners_up(state: DriverState) -> list[int]:
@@ -253,7 +253,9 @@ def _shrinks_at_once(state: DriverState) -> bool:
         return False
     if all(member.fresh for member in members):
         return False
-    return state.seats(left) == left and not (state.loses_state(left) and state.position.progress > state.copied)
+    return state.usable_workers(left) == left and not (
+        state.loses_state(left) and state.position.progress > state.copied
+    )
 
 
 def _can_shrink(state: DriverState) -> bool:
@@ -263,7 +265,7 @@ def _can_shrink(state: DriverState) -> bool:
     if any(world.role_of(membership.rank_of[worker]) != "worker" for worker in membership.starting):
         return False
     left = len(membership.members) - len(membership.starting)
-    return left >= world.fewest and state.seats(left) > 0
+    return left >= world.fewest and state.usable_workers(left) > 0
 
 
 def _remove_late_members(turn: Transition) -> None:
@@ -284,7 +286,7 @@ def _admit_joiners(turn: Transition) -> None:
     total = target_size(state)
     unknown = state.epoch.heal is None  # the step of workers that outlived another driver
     if state.loses_state(total) and (unknown or state.position.progress > state.copied):
-        total = state.seats(count)  # the members hold a newer state than any copy: grow once it is copied
+        total = state.usable_workers(count)  # the members hold a newer state than any copy: grow once it is copied
     change = total - count
     if change > 0:
         ready = _joiners_up(state)[:change]
@@ -406,11 +408,11 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     workers, most = (plan.workers, plan.workers) if plan else (settings.world.workers, settings.world.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
-    seated = {one.worker for one in ranked}
+    assigned = {one.worker for one in ranked}
     waiting = {
         one.worker: StandbyWorker(slot=one.slot, node=one.node, home=one.home, pid=one.pid, ready=True)
         for one in living
-        if one.worker not in seated
+        if one.worker not in assigned
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.world.most) if slot not in held]

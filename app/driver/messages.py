@@ -519,10 +519,10 @@ class PlanSelector(Protocol):
     def plans(self) -> tuple[Plan, ...]:
         """The plan of the run, then those that are tried against it before the first step."""
 
-    def on(self, room: int, fewest: int) -> Plan | None:
-        """Return a plan for `fewest` to `room` workers: the run's plan, smaller if necessary, otherwise another."""
+    def on(self, available: int, fewest: int) -> Plan | None:
+        """Return a plan for `fewest` to `available` workers: the run's plan, smaller if needed, else another."""
 
-    def lacking(self, room: int) -> str:
+    def lacking(self, available: int) -> str:
         """Return why the run's own plan does not fit so many workers, and why no other does if that is so."""
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[PlanSelector, Probed]:

@@ -184,7 +184,7 @@ def _refill(turn: Transition, going: frozenset[int]) -> None:
     rest = going & turn.state.membership.rank_of.keys()
     left = len(turn.state.membership.members) - len(rest)
     needed = any(turn.settings.world.role_of(turn.state.membership.rank_of[worker]) != "worker" for worker in rest)
-    if rest and not needed and left >= turn.settings.world.fewest and turn.state.seats(left):
+    if rest and not needed and left >= turn.settings.world.fewest and turn.state.usable_workers(left):
         remove_members(turn, rest, "told to leave")
     elif rest:
         replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in rest), kill=True)

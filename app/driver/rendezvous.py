@@ -88,14 +88,14 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
         lambda rank, member: [rank],
         lambda rank, member: every,
     )
-    seated: dict[int, GroupMember] = {}
-    unseated = dict(enumerate(turn.state.membership.members))
+    assigned: dict[int, GroupMember] = {}
+    unassigned = dict(enumerate(turn.state.membership.members))
     for claim in claims:
-        for rank, member in [*unseated.items()]:
-            free = next((other for other in claim(rank, member) if other not in seated), None)
+        for rank, member in [*unassigned.items()]:
+            free = next((other for other in claim(rank, member) if other not in assigned), None)
             if free is not None:
-                seated[free] = unseated.pop(rank)
-    members = tuple(seated[rank] for rank in range(len(parts)))
+                assigned[free] = unassigned.pop(rank)
+    members = tuple(assigned[rank] for rank in range(len(parts)))
     assign_ranks(turn, members)
 
 

@@ -173,7 +173,7 @@ def _lead(
                 decision,
                 RunProgress(decision.chosen, verbose=verbose),
                 fresh=fresh and not again,
-                room=shared or TrainPlacement(workers, group, decision.chosen),
+                placement=shared or TrainPlacement(workers, group, decision.chosen),
             )
             if shared is not None:
                 session.listen(shared)
@@ -728,7 +728,7 @@ class TrainPlacement:
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: nodes and placement group are Ray Train's, and no process outlives the group."""
 
-    found = home = shun = inherit = give_back = _nothing
+    found = home = exclude_node = inherit = give_back = _nothing
 
     def _worker(self, slot: int) -> int:
         return (slot - self._first) % len(self._workers.workers)

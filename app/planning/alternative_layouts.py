@@ -106,25 +106,25 @@ class AlternativePlans:
     _known: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
     _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
 
-    def on(self, room: int, fewest: int) -> Plan | None:
-        """Return a plan for `fewest` to `room` workers: the run's plan, smaller if needed, else another."""
-        if (room, fewest) not in self._known:
-            sizes = range(room, fewest - 1, -1)
+    def on(self, available: int, fewest: int) -> Plan | None:
+        """Return a plan for `fewest` to `available` workers: the run's plan, smaller if needed, else another."""
+        if (available, fewest) not in self._known:
+            sizes = range(available, fewest - 1, -1)
             own = (_resized(self.plans[0], workers) for workers in sizes)
             other = (self._other(workers)[0] for workers in sizes)
-            self._known[room, fewest] = next(filter(None, own), None) or next(filter(None, other), None)
-        return self._known[room, fewest]
+            self._known[available, fewest] = next(filter(None, own), None) or next(filter(None, other), None)
+        return self._known[available, fewest]
 
-    def lacking(self, room: int) -> str:
+    def lacking(self, available: int) -> str:
         """Return why the run's own plan does not fit a number of workers, and why others do not either."""
         plan, reason = self.plans[0], ""
         try:
-            plan.resized(room)
+            plan.resized(available)
         except ValueError as error:
             given = {"plan": self.job.planning.plan, "strategy": self.job.planning.strategy}
             pinned = [f"{name}={value!r}" for name, value in given.items() if value]
             reason = f"{error}" + (f", so that {' and '.join(pinned)} cannot hold" if pinned else "")
-            other, lacking = self._other(room)
+            other, lacking = self._other(available)
             reason = reason if other else f"{reason}; {lacking}"
         return reason
 

@@ -48,7 +48,7 @@ class WorkerPlacement(Protocol):
     def home(self, slot: int) -> str | None:
         """Return Ray's id of the node of a slot; None where it is not known."""
 
-    def shun(self, node_id: str) -> None:
+    def exclude_node(self, node_id: str) -> None:
         """Place nothing on this node from now on, if there is another."""
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
@@ -81,7 +81,7 @@ class PlacementGroups:
         self._groups: dict[int, PlacementGroup] = {}
         self._moved: dict[int, PlacementGroup] = {}  # by tensor group
         self._homes: dict[int, str] = {}  # Ray's id of the node, by tensor group
-        self._shunned: set[str] = set()
+        self._excluded: set[str] = set()
         self._torn_until_s = self._full_until_s = 0.0  # no room for all of the one group, for one more tensor group
 
     def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
@@ -89,7 +89,9 @@ class PlacementGroups:
         if slot < self._first:
             return self._of_server(slot)
         number = self._number(slot)
-        if time.monotonic() >= self._full_until_s and (self._homes.get(number) in self._shunned or self._stuck(number)):
+        if time.monotonic() >= self._full_until_s and (
+            self._homes.get(number) in self._excluded or self._stuck(number)
+        ):
             self._move(number)
         if number in self._moved:
             return PlacementGroupSchedulingStrategy(self._moved[number], placement_group_bundle_index=0)
@@ -121,9 +123,9 @@ class PlacementGroups:
         """Return Ray's id of the node of a slot; None where it is not known."""
         return self._homes.get(self._number(slot)) if slot >= self._first else None
 
-    def shun(self, node_id: str) -> None:
+    def exclude_node(self, node_id: str) -> None:
         """Place nothing on this node from now on, if there is another."""
-        self._shunned.add(node_id)
+        self._excluded.add(node_id)
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
         """Note the group of a worker that was taken over: its slot's own, that of all, or one that it was moved to."""
@@ -207,7 +209,7 @@ class PlacementGroups:
 
     def _move(self, number: int) -> None:
         """Reserve a bundle on a node that is not excluded, if possible; the old one stays reserved, and empty."""
-        elsewhere = [{_NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
+        elsewhere = [{_NODE_LABEL: f"!in({','.join(sorted(self._excluded))})"}] if self._excluded else None
         group = self._new([self._bundle(self._together)], bundle_label_selector=elsewhere)
         if _placed(group):
             self._groups[-1 - len(self._groups)] = self._moved[number] = group

@@ -55,24 +55,24 @@ class RunController:
     def __init__(self, setup: RunSetup, *, fresh: bool = False, notes: Sequence[str] = ()) -> None:
         self._setup, self._fresh, self._notes = setup, fresh, notes
         job = setup.prepared.job
-        self._journal = setup.event_log()
-        self._ledger = RunStore(
+        self._event_log = setup.event_log()
+        self._run_store = RunStore(
             self.store,
             job.name,
             job=setup.prepared.description,
             keep=job.checkpointing.keep,
             fresh=fresh,
             note=self.say,
-            begin=self._open_journal,
+            begin=self._open_event_log,
             tell=self.flush,
             stop=self._on_stop_requested,
         )
         row = setup.example_row()  # first, because the feeder's actors take resources that it needs
         self._feeding = setup.start_feeder()
-        self._journal.listen(self._feeding)
-        config, write = setup.worker_config(self._feeding, row), self._journal.write
-        self._world = EffectExecutor(
-            config, self._ledger, write, elastic=job.scaling.elastic, fresh=fresh, room=setup.room
+        self._event_log.listen(self._feeding)
+        config, write = setup.worker_config(self._feeding, row), self._event_log.write
+        self._executor = EffectExecutor(
+            config, self._run_store, write, elastic=job.scaling.elastic, fresh=fresh, placement=setup.placement
         )
 
     @property
@@ -82,15 +82,15 @@ class RunController:
 
     def listen(self, listener: EventListener) -> None:
         """Add a listener for every event, those so far first."""
-        self._journal.listen(listener)
+        self._event_log.listen(listener)
 
     def say(self, text: str) -> None:
         """Write a note for the user."""
-        self._journal.write(events.Noted(text=text))
+        self._event_log.write(events.Noted(text=text))
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end: after a checkpoint, or at once."""
-        self._world.put(m.StopRequested(now=now))
+        self._executor.put(m.StopRequested(now=now))
 
     def _on_stop_requested(self, now: bool) -> None:
         self.say(f"asked to stop, {'at once' if now else 'after a checkpoint'}, by `trainwright stop`")
@@ -98,20 +98,20 @@ class RunController:
 
     def flush(self) -> None:
         """Write the events so far, so that readers see them."""
-        self._journal.flush()
+        self._event_log.flush()
 
     def run(self) -> m.FinishRun:
         """Drive the run to its end; workers, files and timers are gone when it returns."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(collecting_rarely())
-            stack.callback(self._journal.close)
-            stack.callback(self._ledger.close)
+            stack.callback(self._event_log.close)
+            stack.callback(self._run_store.close)
             stack.callback(self._feeding.close)
-            stack.callback(self._world.close)
+            stack.callback(self._executor.close)
             try:
                 return self._drive()
             except BaseException:
-                self._ledger.give_up()
+                self._run_store.give_up()
                 raise
 
     def _drive(self) -> m.FinishRun:
@@ -121,27 +121,27 @@ class RunController:
             for effect in effects:
                 if isinstance(effect, m.FinishRun):
                     return effect
-                self._world.carry_out(effect)
+                self._executor.carry_out(effect)
                 match effect:
                     case m.EmitEvent(event=events.Probed() | events.Replanned()):
-                        self._journal.flush_soon()  # so that nothing is measured again
+                        self._event_log.flush_soon()  # so that nothing is measured again
                     case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed() | events.Joined()):
-                        self._journal.flush_soon()  # so that viewers see a failure and a recovery at once
+                        self._event_log.flush_soon()  # so that viewers see a failure and a recovery at once
                     case m.EmitEvent(event=events.Evaluated()):
-                        self._journal.flush_soon()  # so that nothing is evaluated again
+                        self._event_log.flush_soon()  # so that nothing is evaluated again
             if isinstance(event, m.CheckpointCommitted):
-                self._journal.flush_soon(committed=True)  # what was told of the checkpoint included
+                self._event_log.flush_soon(committed=True)  # what was told of the checkpoint included
             for text in self._feeding.news():
-                self._journal.write(events.Noted(text=text))
-            event = self._world.next()
+                self._event_log.write(events.Noted(text=text))
+            event = self._executor.next()
             state, effects = decide(state, event, time.monotonic())
 
-    def _open_journal(self, token: int) -> None:
-        self._journal.open(token)
-        self._journal.write(self._setup.started(token, fresh=self._fresh))
+    def _open_event_log(self, token: int) -> None:
+        self._event_log.open(token)
+        self._event_log.write(self._setup.started(token, fresh=self._fresh))
         for text in self._notes:
-            self._journal.write(events.Noted(text=text))
-        self._journal.flush()
+            self._event_log.write(events.Noted(text=text))
+        self._event_log.flush()
         try:
             self._setup.store_metadata()
         except StorageError as error:  # a resumed run may have to read the files again
@@ -156,31 +156,33 @@ class EffectExecutor:
 
     Args:
         order: configuration that every worker gets.
-        ledger: the run's log.
+        run_store: the run's storage.
         emit: takes each event of the run.
         elastic: whether the number of workers may change.
         fresh: whether the run starts again, so that surviving processes are ended.
-        room: placement of the workers; by default placement groups of Ray.
+        placement: placement of the workers; by default placement groups of Ray.
     """
 
     def __init__(
         self,
         order: WorkerConfig,
-        ledger: RunStore,
+        run_store: RunStore,
         emit: Callable[[events.Event], object],
         *,
         elastic: bool = False,
         fresh: bool = False,
-        room: WorkerPlacement | None = None,
+        placement: WorkerPlacement | None = None,
     ) -> None:
         self._arguments = ArgumentPickler()
-        self._ledger, self._emit, self._fresh = ledger, emit, fresh
-        self._lease = DriverLease(ledger, lambda: self._workers.all_actors())
+        self._run_store, self._emit, self._fresh = run_store, emit, fresh
+        self._lease = DriverLease(run_store, lambda: self._workers.all_actors())
         self._queue = EventQueue(self._lease)
-        self._workers = WorkerRegistry(order, self._queue, self._lease, self._note, elastic=elastic, room=room)
+        self._workers = WorkerRegistry(
+            order, self._queue, self._lease, self._note, elastic=elastic, placement=placement
+        )
         together = order.plan.topology == "collective"
         self._output = WorkerOutput(self._workers, self._queue, self._lease, emit, together=together)
-        self._storage = RunStorage(ledger, self._queue, uri=order.storage, note=self._note)
+        self._storage = RunStorage(run_store, self._queue, uri=order.storage, note=self._note)
 
     def put(self, event: m.DriverEvent) -> None:
         """Add an event; from any thread."""
@@ -276,12 +278,14 @@ class EffectExecutor:
 
         Without a previous driver, survivors belong to a run that was deleted.
         """
-        token = self._ledger.acquire()
+        token = self._run_store.acquire()
         fresh = self._fresh or token == 1
-        found = take_over(self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._ledger.assure)
+        found = take_over(
+            self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._run_store.assure
+        )
         self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
-        chain = self._ledger.chain()
-        past = self._ledger.past()
+        chain = self._run_store.chain()
+        past = self._run_store.past()
         living = tuple(survivor.living for survivor in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
         event = m.LeaseAcquired(
@@ -312,14 +316,14 @@ class RunStorage:
     """Commits checkpoints and releases the lease on a thread of its own; each write ends with an event.
 
     Args:
-        ledger: the run's log.
+        run_store: the run's storage.
         queue: gets the events.
         uri: address of the store, for messages.
         note: tells the user something.
     """
 
-    def __init__(self, ledger: RunStore, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
-        self._ledger, self._queue, self._uri, self._note = ledger, queue, uri, note
+    def __init__(self, run_store: RunStore, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
+        self._run_store, self._queue, self._uri, self._note = run_store, queue, uri, note
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="log")
 
     def submit(self, action: Callable[[], m.DriverEvent | Callable[[], None]]) -> Future[None]:
@@ -346,7 +350,7 @@ class RunStorage:
 
     def _commit(self, effect: m.CommitCheckpoint) -> m.DriverEvent:
         try:
-            return self._ledger.commit(effect)
+            return self._run_store.commit(effect)
         except FencedError:
             raise
         except TrainwrightError as error:
@@ -357,7 +361,7 @@ class RunStorage:
         self.submit(lambda: self._release(effect))
 
     def _release(self, effect: m.ReleaseLease) -> m.DriverEvent:
-        self._ledger.release(effect)
+        self._run_store.release(effect)
         return m.LeaseReleased()
 
     def watch(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:

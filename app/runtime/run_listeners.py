@@ -21,13 +21,13 @@ def create_controller(
     *,
     fresh: bool = False,
     notes: Sequence[str] = (),
-    room: WorkerPlacement | None = None,
+    placement: WorkerPlacement | None = None,
 ) -> RunController:
     """Return the driver of a run with its listeners: progress, TensorBoard, report, Prometheus and trackers.
 
-    `fresh` and `notes` are as of RunController, `room` as of RunSetup.
+    `fresh` and `notes` are as of RunController, `placement` as of RunSetup.
     """
-    setup = RunSetup(prepared=prepared, decision=decision, room=room)
+    setup = RunSetup(prepared=prepared, decision=decision, placement=placement)
     controller = RunController(setup, fresh=fresh, notes=notes)
     controller.listen(progress)
     controller.listen(TensorBoardWriter(prepared.store, prepared.job.name))

@@ -51,7 +51,7 @@ class RunSetup:
 
     prepared: PreparedJob
     decision: Decision
-    room: WorkerPlacement | None = None  # placement of the workers; None for placement groups of Ray
+    placement: WorkerPlacement | None = None  # placement of the workers; None for placement groups of Ray
     layouts: PlanSelector | None = field(init=False)  # plans by number of workers; None if one plan fits any number
     request: PlanRequest = field(init=False)  # of the job on the nodes that it uses
     schedule: StepSchedule = field(init=False)  # order of the run's samples
@@ -160,7 +160,7 @@ class RunSetup:
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
-            identity=_identity(prepared, self.decision.chosen, self.layouts, self.room),
+            identity=_identity(prepared, self.decision.chosen, self.layouts, self.placement),
             preemption_s=job.recovery.preemption_s,
             profile=job.training.profile or range(0),
             fetcher=feeder.train,
@@ -198,14 +198,16 @@ class RunSetup:
         )
 
 
-def _identity(prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, room: WorkerPlacement | None) -> str:
+def _identity(
+    prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, placement: WorkerPlacement | None
+) -> str:
     """Return a hash of all in job, data, plan and placement that a surviving worker process must have in common."""
     known = asdict(replace(plan, estimate=None, notes=()))
     lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
     facts = {
         "job": state_relevant_fields(prepared.description),
         "plan": {name: known[name] for name in lasting} if layouts else known,
-        "room": room.name if room is not None else "",
+        "placement": placement.name if placement is not None else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -287,7 +287,7 @@ class DriverLease:
     """The right of this driver to act on the run. For the driver's thread; `lose` may be called from any.
 
     Args:
-        ledger: asked first whether the lease is valid.
+        run_store: asked first whether the lease is valid.
         processes: returns the actors of the run, which are asked while the store cannot be reached.
 
     Attributes:
@@ -295,17 +295,17 @@ class DriverLease:
         lost: why another driver has the run; None while this one has it.
     """
 
-    def __init__(self, ledger: RunStore, processes: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, run_store: RunStore, processes: Callable[[], Sequence[Any]]) -> None:
         self.token = 0
         self.lost: TrainwrightError | None = None
-        self._ledger, self._processes = ledger, processes
+        self._run_store, self._processes = run_store, processes
         self._asked_s = 0.0
 
     def check(self) -> bool:
         """Return whether this driver may act."""
         if self.token and self.lost is None:
             try:
-                if not self._ledger.assure():
+                if not self._run_store.assure():
                     self._ask()
             except FencedError as error:
                 self.lost = error

@@ -135,7 +135,7 @@ class WorkerRegistry:
         lease: of the driver; without it, the actors are another driver's.
         note: tells the user something.
         elastic: the number of workers may change.
-        room: placement of the workers; by default placement groups of Ray.
+        placement: placement of the workers; by default placement groups of Ray.
 
     Attributes:
         name: of the run, for names of actors.
@@ -150,14 +150,14 @@ class WorkerRegistry:
         note: Callable[[str], None],
         *,
         elastic: bool,
-        room: WorkerPlacement | None,
+        placement: WorkerPlacement | None,
     ) -> None:
         self._config, self.config_ref = config, ray.put(config)
         self._queue, self._lease, self._note = queue, lease, note
         self._uri = open_store(config.storage).uri_of(config.run)
         self.name = run_name(self._uri)
         self._plan = config.plan
-        self._rooms: WorkerPlacement = room or PlacementGroups(
+        self._placement: WorkerPlacement = placement or PlacementGroups(
             config.plan, elastic=elastic, name=placement_group_prefix(self.name)
         )
         self._actors: dict[int, Any] = {}
@@ -165,9 +165,14 @@ class WorkerRegistry:
         self._slots: dict[int, int] = {}  # in whose bundle it was placed, by worker
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
-        self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=room is None)
+        self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=placement is None)
         self._notices = PreemptionWatcher(
-            self._actors, self._nodes, queue, lease, avoid=None if room else self._rooms.shun, note=note
+            self._actors,
+            self._nodes,
+            queue,
+            lease,
+            avoid=None if placement else self._placement.exclude_node,
+            note=note,
         )
         self._closed = threading.Event()
 
@@ -185,7 +190,7 @@ class WorkerRegistry:
 
     def exclude_node(self, worker: int) -> None:
         """Place no more workers on a worker's node."""
-        self._rooms.shun(self._nodes[worker][1])
+        self._placement.exclude_node(self._nodes[worker][1])
 
     def mark_complete(self, kept: Any) -> None:
         """Tell the in-memory checkpoint stores which copy is complete."""
@@ -200,11 +205,11 @@ class WorkerRegistry:
             self.kill(worker)
         if self._lease.check():
             self._remove_copies()
-            self._rooms.give_back()
+            self._placement.give_back()
 
     def place(self, effect: m.StartWorker, *, prepared: bool = False) -> None:
         """Start a worker process in its slot. For a standby, the fork server of its node is started first."""
-        home = self._rooms.home(effect.slot) if effect.beside and not prepared else None
+        home = self._placement.home(effect.slot) if effect.beside and not prepared else None
         host = next((worker for worker in self._actors if home and self._nodes.get(worker, ("", ""))[1] == home), None)
         if home is not None and host is not None:
             self._forking.start_server(home, self._actors[host], then=partial(self.place, effect, prepared=True))
@@ -212,20 +217,20 @@ class WorkerRegistry:
         if effect.worker in self._unwanted or self._closed.is_set():
             return
         self._slots[effect.worker] = effect.slot
-        own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
-        berth = WorkerSlot(worker=effect.worker, slot=own, bundle=effect.slot, run=self.name, lent=lent)
-        actor = self._rooms.process(effect.slot)
+        own, lent = None if effect.beside else effect.slot, self._placement.lent(effect.slot)
+        worker_slot = WorkerSlot(worker=effect.worker, slot=own, bundle=effect.slot, run=self.name, lent=lent)
+        actor = self._placement.process(effect.slot)
         if actor is None:
-            options = self._rooms.options(effect.slot, beside=effect.beside)
-            forked = self._forking.options(self._rooms.home(effect.slot))
+            options = self._placement.options(effect.slot, beside=effect.beside)
+            forked = self._forking.options(self._placement.home(effect.slot))
             name = f"{self.name}/worker-{effect.worker}-{self._lease.token}{'-forked' if forked else ''}"
             options |= {**detached_options(name), **forked}
-            actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
+            actor = WORKER_ACTOR.options(**options).remote(self.config_ref, worker_slot, self._lease.token)
             if forked:
                 group = options["scheduling_strategy"].placement_group
                 self._forking.watch(actor, group, lambda: is_wanted(actor), partial(self.place, effect, prepared=True))
         else:
-            actor.begin.remote(self.config_ref, berth, self._lease.token)
+            actor.begin.remote(self.config_ref, worker_slot, self._lease.token)
         self._actors[effect.worker] = actor
 
         def is_wanted(process: Any) -> bool:
@@ -252,7 +257,7 @@ class WorkerRegistry:
             self.died(worker, RuntimeError(hello.trouble))
         elif actor is not None:
             self._nodes[worker] = (hello.node, hello.node_id)
-            self._rooms.found(self._slots[worker], hello.node_id)
+            self._placement.found(self._slots[worker], hello.node_id)
             self._queue.put(
                 m.WorkerStarted(
                     worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators, home=hello.node_id
@@ -298,7 +303,7 @@ class WorkerRegistry:
         actor, cause = self._actors.pop(worker, None), exit_reason(error)
         if actor is None:
             return
-        final = self._rooms.lost(self._slots[worker], cause)
+        final = self._placement.lost(self._slots[worker], cause)
         if final is not None:
             if not self._closed.is_set():
                 self._queue.fence(final)  # in-memory checkpoints stay for the next driver
@@ -316,8 +321,8 @@ class WorkerRegistry:
             self._actors[worker] = survivor.actor
             self._nodes[worker] = (survivor.living.node, survivor.node_id)
             self._slots[worker] = survivor.bundle
-            self._rooms.inherit(survivor.bundle, survivor.group)
-            self._rooms.found(survivor.bundle, survivor.node_id)
+            self._placement.inherit(survivor.bundle, survivor.group)
+            self._placement.found(survivor.bundle, survivor.node_id)
             self._await_end(worker)
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
 
@@ -367,7 +372,7 @@ class WorkerRegistry:
 
 _EXIT_SIGNS = (
     ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
-    ("placement group was removed", "its room on the cluster was given back"),
+    ("placement group was removed", "its place on the cluster was given back"),
     ("its node has died", "its node was lost"),
     ("node is dead", "its node was lost"),
     ("temporarily unavailable", "its process or node cannot be reached"),

@@ -271,7 +271,7 @@ class Simulation:
                 self._wake()
             elif life == workers[number].life:
                 act[kind](workers[number])
-                if kind == _APPLIED and self._book.over:
+                if kind == _APPLIED and self._lease_table.over:
                     return self._outcome()
 
     # --- a worker's unit ---
@@ -279,12 +279,12 @@ class Simulation:
     def _lease(self, worker: _Worker) -> None:
         if worker.idle_s is None:
             worker.idle_s = self._now_s
-        worker.grant = self._book.lease(worker.key, worker.number, self._now_s)
+        worker.grant = self._lease_table.lease(worker.key, worker.number, self._now_s)
         if worker.grant is None:
             self._idle[worker.key] = worker
             self._look_again()
             return
-        if self._gate.version < worker.grant.needs:
+        if self._admission.version < worker.grant.needs:
             heapq.heappush(self._parked, (worker.grant.needs, worker.number))
             return
         self._pull(worker, max(self._now_s, self._memory.free_s) if self._waits else self._now_s)
@@ -302,7 +302,7 @@ class Simulation:
     def _served(self, worker: _Worker) -> None:
         """Send the current parameters to the worker, which then computes."""
         assert worker.grant is not None, "it pulls for a unit"
-        worker.seen = self._gate.version
+        worker.seen = self._admission.version
         if self._learner:
             worker.push = ComputedPush(worker.grant.unit, self._learner.held.x)
         computed_s = worker.unit_s * worker.grant.unit.steps * self._noise()
@@ -318,13 +318,13 @@ class Simulation:
         """Receive a push on the servers; the worker asks for the next unit."""
         grant, key = worker.grant, worker.key
         assert grant is not None, "it pushed a unit"
-        verdict = self._gate.offer(key, grant.unit, grant.at, worker.seen)
+        verdict = self._admission.offer(key, grant.unit, grant.at, worker.seen)
         if verdict == "keep":
-            self._gate.keep(key, grant.unit, grant.at, worker.seen, worker.push)
+            self._admission.keep(key, grant.unit, grant.at, worker.seen, worker.push)
         elif verdict == "apply":
-            self._apply_gathered(worker.push, staleness=self._gate.version - worker.seen)
-        self._book.done(key, grant.unit, grant.at, self._now_s)
-        closings = self._book.closings()
+            self._apply_gathered(worker.push, staleness=self._admission.version - worker.seen)
+        self._lease_table.done(key, grant.unit, grant.at, self._now_s)
+        closings = self._lease_table.closings()
         if closings:
             if self._waits:
                 self._close(closings)
@@ -335,35 +335,35 @@ class Simulation:
 
     def _apply_gathered(self, *last: ComputedPush | None, staleness: int = 0) -> None:
         """Apply an update of the pushes that `async` gathers, and the last one."""
-        kept = (*self._gate.gathered, *last)
+        kept = (*self._admission.gathered, *last)
         pushes = [push for push in kept if push is not None]
         if self._learner and pushes:
             self._learner.apply(pushes, staleness=staleness)
         if kept:
-            self._gate.applied_gathered()
+            self._admission.applied_gathered()
 
     def _close(self, closings: Sequence[ClosedRound]) -> None:
         """Apply rounds that are complete."""
         for closing in closings:
-            self._gate.close(closing)
-        while update := self._gate.due():
+            self._admission.close(closing)
+        while update := self._admission.due():
             pushes = [push for push in update.pushes if push is not None]
             if self._learner and pushes:
                 self._learner.apply(pushes)
             self._memory.add(self._now_s, self._times.update_s)
-            self._gate.applied(update)
-        while self._parked and self._parked[0][0] <= self._gate.version:
+            self._admission.applied(update)
+        while self._parked and self._parked[0][0] <= self._admission.version:
             self._pull(self._workers[heapq.heappop(self._parked)[1]], max(self._now_s, self._memory.free_s))
 
     def _wake(self) -> None:
         """Let idle workers ask again where there is work."""
-        while (key := self._book.first(self._idle, self._now_s)) is not None:
+        while (key := self._lease_table.first(self._idle, self._now_s)) is not None:
             self._lease(self._idle.pop(key))
         self._look_again()
 
     def _look_again(self) -> None:
         """Schedule the time at which a lease is overdue, where a worker is idle."""
-        due_s = self._book.due_s()
+        due_s = self._lease_table.due_s()
         if self._idle and due_s is not None and max(due_s, self._now_s) < self._again_s:
             self._again_s = max(due_s, self._now_s)
             self._put(self._again_s, _RECHECK, 0, 0)
@@ -373,7 +373,7 @@ class Simulation:
     def _dead(self, worker: _Worker) -> None:
         """Lose a worker: others get its unit, and it returns later as a new process."""
         self._lost[0] += 1
-        self._book.lost(worker.key)
+        self._lease_table.lost(worker.key)
         self._forget(worker)
         self._at(self._now_s + self._scenario.recover_s, _BACK, worker)
         self._fails(_DEAD, worker.number, worker.life, self._scenario.failures_per_hour, self._scenario.recover_s)
@@ -419,30 +419,34 @@ class Simulation:
         scenario = self._scenario
         rule = scenario.consistency
         self._waits = rule.waits
-        self._book = LeaseTable(shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps)
-        self._book.extend(scenario.steps)
-        self._gate: UpdateAdmission[ComputedPush | None] = UpdateAdmission(shares=scenario.workers, consistency=rule)
+        self._lease_table = LeaseTable(
+            shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps
+        )
+        self._lease_table.extend(scenario.steps)
+        self._admission: UpdateAdmission[ComputedPush | None] = UpdateAdmission(
+            shares=scenario.workers, consistency=rule
+        )
 
     def _stepped(self) -> None:
         copies = self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour
-        if copies or self._book.over:
+        if copies or self._lease_table.over:
             self._apply_gathered()
         if copies:
             held = self._learner.held if self._learner else None
-            self._copy = _Copy(step=self._book.step, at_s=self._now_s, held=held)
+            self._copy = _Copy(step=self._lease_table.step, at_s=self._now_s, held=held)
         last = self._curve[-1][1] if self._curve else 0
-        if self._book.step - last >= max(1, self._scenario.steps // _CURVE_POINTS) or self._book.over:
+        if self._lease_table.step - last >= max(1, self._scenario.steps // _CURVE_POINTS) or self._lease_table.over:
             self._point()
 
     def _point(self) -> None:
         if self._learner:
             losses = np.nan_to_num(self._learner.losses, nan=math.inf)
-            self._curve.append((self._now_s, self._book.step, tuple(losses.tolist())))
+            self._curve.append((self._now_s, self._lease_table.step, tuple(losses.tolist())))
 
     def _told(self) -> None:
         """Add up the counts of the epoch's admission and lease table."""
-        self._staleness += self._gate.staleness()
-        self._again += self._book.again
+        self._staleness += self._admission.staleness()
+        self._again += self._lease_table.again
 
     def _outcome(self) -> SimulationResult:
         self._told()

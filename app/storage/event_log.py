@@ -168,7 +168,7 @@ class EventLog:
         self._lock, self._flushing = threading.RLock(), threading.Lock()
         self._closed, self._wake = threading.Event(), threading.Event()
         self._start_s = clock()
-        self._thread = threading.Thread(target=self._flush_periodically, name="trainwright-journal", daemon=True)
+        self._thread = threading.Thread(target=self._flush_periodically, name="trainwright-event-log", daemon=True)
 
     def open(self, token: int) -> None:
         """Start to write to storage, with the events so far. Called when the driver has acquired the run."""

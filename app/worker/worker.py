@@ -114,7 +114,7 @@ class Worker:
         self._stop_requested = threading.Event()
         self._built = False
         self._tried = False  # probe steps changed the state: the next rendezvous needs a new engine
-        self._seat = (-1, 0)  # rank and world size that the streams are for
+        self._rank_and_size = (-1, 0)  # rank and world size that the streams are for
         self._spare = self._rehearsed = False
         self._stepping: int | None = None  # the thread of steps
         self._interruption = Interruption()
@@ -155,13 +155,13 @@ class Worker:
         self._profiler.drop()  # another engine may follow
         plan = wanted.plan or self._order.plan
         if self._tried or plan.layout != self._plan.layout:
-            self._begin_anew(plan)
+            self._replace_engine(plan)
         if plan != self._plan:
-            self._plan, self._seat = plan, (-1, 0)
+            self._plan, self._rank_and_size = plan, (-1, 0)
         self._role = wanted.role
         return self._engine.reserve(wanted.role)
 
-    def _begin_anew(self, plan: Plan) -> None:
+    def _replace_engine(self, plan: Plan) -> None:
         """Replace the engine, with all that it holds, by a new one."""
         self._close_feeds()  # a thread that copies batches holds the engine
         with self._interruption.lock:
@@ -180,11 +180,11 @@ class Worker:
         elif self._spare and group.accelerators:
             os.environ[_VISIBLE] = ",".join(group.accelerators)
         tag = self._engine.form(group)
-        if self._seat != (group.rank, group.size):
+        if self._rank_and_size != (group.rank, group.size):
             rehearsal = group.generation == _REHEARSAL
             fixed = rehearsal or self._plan.topology != "collective"
             self._open(group.rank, self._plan if fixed else self._plan.resized(group.size))
-            self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
+            self._rank_and_size = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
             row = partial(self._order.first_row, self._job)
@@ -245,7 +245,7 @@ class Worker:
 
     def _begin_callbacks(self, heal: RestorePlan) -> None:
         """Make the callbacks of a torch job in a process that becomes rank 0, and call those of a recovery."""
-        make, (rank, _) = self._job.tensorflow.callbacks, self._seat
+        make, (rank, _) = self._job.tensorflow.callbacks, self._rank_and_size
         if make is None or rank != 0 or not self._engine.capabilities.torch_training:
             self._callbacks = None
             return
@@ -447,7 +447,7 @@ class Worker:
 
     def renew(self, order: WorkerConfig, token: int) -> None:
         """Obey another driver: leave the group of the previous one, and open the streams again."""
-        self._order, self._seat = order, (-1, 0)
+        self._order, self._rank_and_size = order, (-1, 0)
         self._profiler.choose(order.profile)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)
 

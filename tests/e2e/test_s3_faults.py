@@ -366,14 +366,14 @@ def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(scene: Scen
 
 def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> None:
     notes: list[str] = []
-    ledger = RunStore(
+    run_store = RunStore(
         scene.impatient(), "other", job={}, keep=2, fresh=False,
         note=notes.append, begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
-    ledger.acquire()
-    assert ledger.chain() == ()
+    run_store.acquire()
+    assert run_store.chain() == ()
     scene.proxy.add(Fault(kind="answer", status=500))
-    ledger.release(m.ReleaseLease(outcome="done", step=30))
+    run_store.release(m.ReleaseLease(outcome="done", step=30))
     assert any(
         "the release of the run could not be written" in note and "No checkpoint is lost" in note for note in notes
     )

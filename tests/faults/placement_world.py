@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
 
 
 def rooms() -> None:
-    """Say on which nodes the slots of two tensor groups are, and those of the second when its node is shunned."""
+    """Say on which nodes the slots of two tensor groups are, and those of the second when its node is excluded."""
     thrifty()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
     for _ in range(2):
@@ -116,7 +116,7 @@ def rooms() -> None:
         Plan(strategy="", engine="", mesh=mesh, batch_size=4, placement=WorkerResources(cpus=1.0)), elastic=False
     )
     homes = [_home(rooms, slot) for slot in range(mesh.size)]
-    rooms.shun(homes[2])
+    rooms.exclude_node(homes[2])
     print(*homes[:2])
     print(*homes[2:])
     print(*(_home(rooms, slot) for slot in (2, 3)))

@@ -89,9 +89,9 @@ class Guild(Shop):
             court.coming.append(process)
         else:
             court.chief = process
-        self._seat(court)
+        self._place_worker(court)
 
-    def _seat(self, court: Court) -> None:
+    def _place_worker(self, court: Court) -> None:
         """The others are seated once the chief is there; that waits for all, the first time."""
         chief = court.chief
         if chief is None or chief.hung:

@@ -30,19 +30,19 @@ class Plans:
     others: frozenset[int] = frozenset()
     lean: Plan | None = None
 
-    def on(self, room: int, fewest: int) -> Plan | None:
+    def on(self, available: int, fewest: int) -> Plan | None:
         """The first plan on as many as it can have, else another."""
         replica = self.plans[0].mesh.pipeline
-        whole = room - room % replica
+        whole = available - available % replica
         if whole >= max(fewest, 1):
             return self.plans[0].resized(whole)
-        fitting = [workers for workers in self.others if fewest <= workers <= room]
+        fitting = [workers for workers in self.others if fewest <= workers <= available]
         return staged(1, max(fitting), "other") if fitting else None
 
-    def lacking(self, room: int) -> str:
+    def lacking(self, available: int) -> str:
         """Why not; nothing where the first plan is there for them."""
         stages = self.plans[0].mesh.pipeline
-        return f"{room} workers hold no {stages} stages" if room % stages else ""
+        return f"{available} workers hold no {stages} stages" if available % stages else ""
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[Plans, Probed]:
         """The quickest."""

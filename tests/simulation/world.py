@@ -109,7 +109,7 @@ class World:
         self._coming = 0
         self.heritage: Driver | None = None  # a dead driver whose workers live
         self._others: dict[type, Any] = {
-            m.AcquireLease: self._acquire, m.CommitCheckpoint: self._commit, m.ExcludeNode: self._shun,
+            m.AcquireLease: self._acquire, m.CommitCheckpoint: self._commit, m.ExcludeNode: self._exclude_node,
             m.FinishRun: self._finish, m.KillWorker: self._kill, m.MarkComplete: self._seal,
             m.ReleaseLease: self._release, m.StartWorker: self._place,
         }  # fmt: skip
@@ -359,9 +359,9 @@ class World:
         driver.facts.ended(process)
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
 
-    def _shun(self, driver: Driver, effect: m.ExcludeNode) -> None:
+    def _exclude_node(self, driver: Driver, effect: m.ExcludeNode) -> None:
         if effect.worker not in driver.processes:
-            raise Violation(f"the node of worker {effect.worker}, which was never there, is shunned")
+            raise Violation(f"the node of worker {effect.worker}, which was never there, is excluded")
 
     def _saves_survivors(self, driver: Driver) -> bool:
         """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""

@@ -72,8 +72,8 @@ class Answer:
 class Actor:
     """A worker process, which waits in its steps until it is interrupted."""
 
-    def __init__(self, fleet: Fleet, berth: WorkerSlot) -> None:
-        self.fleet, self.berth, self.rank = fleet, berth, berth.slot or 0
+    def __init__(self, fleet: Fleet, worker_slot: WorkerSlot) -> None:
+        self.fleet, self.worker_slot, self.rank = fleet, worker_slot, worker_slot.slot or 0
         self.trained, self.alive = False, True
         self.life = [Answer(), Answer()]
         self.steps: Answer | None = None
@@ -114,7 +114,7 @@ class Actor:
         match verb:
             case "hello":
                 node = f"node-{self.rank // NODE}"
-                return pickle.dumps(WorkerInfo(node=node, node_id=f"id-of-{node}", pid=self.berth.worker))
+                return pickle.dumps(WorkerInfo(node=node, node_id=f"id-of-{node}", pid=self.worker_slot.worker))
             case "reserve":
                 return pickle.dumps(Address(host=f"10.0.{self.rank // NODE}.1", port=20000 + self.rank % NODE))
             case "form":
@@ -199,10 +199,10 @@ class Fleet:
         """Of the actor class."""
         return SimpleNamespace(remote=self._made)
 
-    def _made(self, order: Stored, berth: WorkerSlot, token: int) -> Actor:
-        self.note("place", (order, berth, token))
-        self.actors[berth.worker] = Actor(self, berth)
-        return self.actors[berth.worker]
+    def _made(self, order: Stored, worker_slot: WorkerSlot, token: int) -> Actor:
+        self.note("place", (order, worker_slot, token))
+        self.actors[worker_slot.worker] = Actor(self, worker_slot)
+        return self.actors[worker_slot.worker]
 
     def _put(self, value: Any) -> Stored:
         self.stored.append(len(cloudpickle.dumps(value)))
@@ -243,7 +243,7 @@ class Space:
     def found(self, slot: int, node_id: str) -> None:
         pass
 
-    home = shun = inherit = give_back = process = lost = lambda *_: None
+    home = exclude_node = inherit = give_back = process = lost = lambda *_: None
 
 
 class Log:
@@ -272,7 +272,7 @@ class Driver:
         )
         self.order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
-        self.world = controller.EffectExecutor(self.order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
+        self.world = controller.EffectExecutor(self.order, Log(), self.told.append, placement=Space())  # type: ignore[arg-type]
         settings = RunPolicy.of(
             workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes
         )

@@ -77,16 +77,16 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
     for step in range(steps):
         engine.train_step(feed(batch(step), step=step))
     store = open_store(job.storage)
-    ledger = RunStore(
+    run_store = RunStore(
         store, job.name, job={}, keep=3, fresh=False, note=print,
         begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
-    path, named = checkpoint_path(steps, ledger.acquire()), ledger.chain()
+    path, named = checkpoint_path(steps, run_store.acquire()), run_store.chain()
     parent = named[-1].path if named else ""
     writer = CheckpointWriter(store, job.name, path)
     engine.save(engine.snapshot(), writer)
-    ledger.commit(m.CommitCheckpoint(step=steps, path=path, files=writer.entries, parent=parent))
-    ledger.release(m.ReleaseLease(outcome="stopped", step=steps))
+    run_store.commit(m.CommitCheckpoint(step=steps, path=path, files=writer.entries, parent=parent))
+    run_store.release(m.ReleaseLease(outcome="stopped", step=steps))
     model: nn.Module = engine.replica.model
     return model.eval()
 

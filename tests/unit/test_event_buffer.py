@@ -51,7 +51,7 @@ def test_a_backlog_stays_within_its_bounds_and_keeps_what_matters() -> None:
     assert backlog.take() and not backlog.items and not backlog.dropping
 
 
-def test_a_journal_that_waits_too_long_says_what_it_dropped() -> None:
+def test_an_event_log_that_waits_too_long_says_what_it_dropped() -> None:
     store, ears = FakeStore(), Recorder()
     store.fails = ["refused"] * 3
     journal = EventLog(store, "demo", flush_s=3600, backlog=lambda: EventBuffer(most_steps=50))

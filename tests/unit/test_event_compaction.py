@@ -458,7 +458,7 @@ def test_compacting_costs_no_more_late_than_early() -> None:
     assert requests[1] <= requests[0] + 8
 
 
-def test_a_journal_compacts_what_it_wrote() -> None:
+def test_an_event_log_compacts_what_it_wrote() -> None:
     store = Memory()
     with EventLog(store, RUN, flush_s=3600, compact=EventCompactor(store, RUN).compact) as journal:
         journal.open(1)

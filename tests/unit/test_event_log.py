@@ -61,7 +61,7 @@ def test_nothing_is_written_before_the_token_is_known(store: FakeStore) -> None:
     assert list(store.files) == ["demo/events/00000003-000000.jsonl"]
 
 
-def test_a_journal_that_was_never_opened_closes_at_once(store: FakeStore) -> None:
+def test_an_event_log_that_was_never_opened_closes_at_once(store: FakeStore) -> None:
     writer = EventLog(store, "demo")
     writer.write(events.Noted(text="x"))
     assert not writer.close(patience_s=30)

@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant(
         name="shrinks below the fewest",
         module="trainwright.driver.membership",
-        pattern="left >= world.fewest and state.seats(left) > 0",
+        pattern="left >= world.fewest and state.usable_workers(left) > 0",
         replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
     ),

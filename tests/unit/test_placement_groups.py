@@ -1,4 +1,4 @@
-"""Where slots are placed after a node is shunned or lost, told without a cluster."""
+"""Where slots are placed after a node is excluded or lost, told without a cluster."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def held(mesh: Mesh, **how: bool) -> placement_groups.PlacementGroups:
 
 def test_a_tensor_group_leaves_a_node_as_one(place: Place) -> None:
     found = held(Mesh(data=2, tensor=2))
-    found.shun(B)
+    found.exclude_node(B)
     spots: list[Any] = [found.of(slot) for slot in (2, 3)]
     assert spots[0] == spots[1] and spots[0][0] is place.groups[-1] and len(place.groups) == 2
     assert place.groups[-1].selector == [{"ray.io/node-id": "!in(b)"}]
@@ -109,7 +109,7 @@ def test_a_node_lost_where_others_have_room_is_waited_for_once(place: Place) -> 
     own, place.alive, place.placed = place.groups[0], (A, C), lambda group: group is not own
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
     assert [group for group, _ in spots] == place.groups[1:] and place.waits == [placement_groups.PLACED_WITHIN_S]
-    assert all(group.selector is None for group in place.groups), "no node is shunned"
+    assert all(group.selector is None for group in place.groups), "no node is excluded"
 
 
 def test_a_wait_for_room_that_is_broken_off_leaves_none_held(place: Place) -> None:
@@ -120,7 +120,7 @@ def test_a_wait_for_room_that_is_broken_off_leaves_none_held(place: Place) -> No
     place.placed = broken
     with pytest.raises(KeyboardInterrupt):
         held(Mesh(data=8))
-    found.shun(B)
+    found.exclude_node(B)
     with pytest.raises(KeyboardInterrupt):
         found.of(2)
     assert [group.removed for group in place.groups] == [False, True, True]
@@ -131,7 +131,7 @@ def test_room_that_nobody_will_take_over_ends_with_who_asked_for_it(
     place: Place, lasting: bool, lifetime: str | None
 ) -> None:
     found = held(Mesh(data=2, tensor=2), lasting=lasting)
-    found.shun(B)
+    found.exclude_node(B)
     found.of(2)
     assert [group.lifetime for group in place.groups] == [lifetime] * 2
 

@@ -260,7 +260,7 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
         actor = Survivor(driver.fleet, WorkerSlot(worker=0, slot=0, bundle=0, run="run"))
         survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=0, group=None)
         log: Any = SlowLog()
-        world = controller.EffectExecutor(driver.order, log, driver.told.append, room=fake_ray.Space())  # type: ignore[arg-type]
+        world = controller.EffectExecutor(driver.order, log, driver.told.append, placement=fake_ray.Space())  # type: ignore[arg-type]
         with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=(survivor,))):
             world.carry_out(AcquireLease())
             event = world.next()
@@ -295,7 +295,7 @@ def test_a_survivor_that_dies_before_the_driver_knows_it_is_not_told_as_living(t
             for slot in range(2)
         ]  # fmt: skip
         log: Any = SlowLog()
-        world = controller.EffectExecutor(driver.order, log, driver.told.append, room=fake_ray.Space())  # type: ignore[arg-type]
+        world = controller.EffectExecutor(driver.order, log, driver.told.append, placement=fake_ray.Space())  # type: ignore[arg-type]
         with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=tuple(survivors))):
             world.carry_out(AcquireLease())
             while not isinstance(event := world.next(), LeaseAcquired):

@@ -172,7 +172,7 @@ def test_summary_for_notebooks() -> None:
     assert "<svg" in html and "0.9000" in html and "<html" not in html
 
 
-def test_the_listener_writes_the_report_when_the_journal_closes() -> None:
+def test_the_listener_writes_the_report_when_the_event_log_closes() -> None:
     store = open_store("memory://report-listener")
     with EventLog(store, "demo", flush_s=3600) as journal:
         journal.open(1)

@@ -20,7 +20,7 @@ from trainwright.storage.run_log import RunLog
 from trainwright.storage.run_store import RunStore
 
 
-def ledger(
+def run_store(
     folder: Path,
     notes: list[str],
     *,
@@ -41,7 +41,7 @@ def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.Commi
 
 
 def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
-    owner = ledger(tmp_path, [])
+    owner = run_store(tmp_path, [])
     owner.acquire()
     assert owner.chain() == ()
     first = owner.commit(commit(tmp_path, 5)).checkpoint
@@ -52,14 +52,14 @@ def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -
     owner.release(m.ReleaseLease(outcome="stopped", step=15))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["00000010-1.1", "00000015-1"]
-    taken = ledger(tmp_path, [])
+    taken = run_store(tmp_path, [])
     taken.acquire()
     assert taken.chain() == (again, committed.checkpoint)
     taken.give_up()
 
 
 def test_the_best_checkpoint_is_not_deleted_until_a_better_one_is_stored(tmp_path: Path) -> None:
-    owner, parent, held = ledger(tmp_path, []), "", ("checkpoints/00000005-1",)
+    owner, parent, held = run_store(tmp_path, []), "", ("checkpoints/00000005-1",)
     owner.acquire()
     for step, hold in ((5, ()), (10, held), (15, held), (20, held), (25, ())):
         done = owner.commit(replace(commit(tmp_path, step, parent), hold=hold))
@@ -78,7 +78,7 @@ def test_events_are_stored_before_the_log_names_a_checkpoint_and_before_it_is_gi
         assert head is not None
         named.append((len(head.checkpoints), head.owned))
 
-    owner = ledger(tmp_path, [], tell=tell)
+    owner = run_store(tmp_path, [], tell=tell)
     owner.acquire()
     first = owner.commit(commit(tmp_path, 5)).checkpoint
     owner.commit(commit(tmp_path, 10, first.path))
@@ -95,7 +95,7 @@ def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) ->
         journal.write(Noted(text="rows 0 to 9 start again on another worker"))
         assert journal.flush()
 
-    owner = ledger(tmp_path, [], begin=begin)
+    owner = run_store(tmp_path, [], begin=begin)
     token = owner.acquire()
     owner.chain()
     (event,) = read_events(open_store(str(tmp_path)), "run")
@@ -107,7 +107,7 @@ def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) ->
 
 
 def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> None:
-    owner = ledger(tmp_path, [])
+    owner = run_store(tmp_path, [])
     owner.acquire()
     elsewhere = CheckpointFile(name="state", size_bytes=3, sha256="0" * 64)
     wanted = m.CommitCheckpoint(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="")
@@ -120,18 +120,18 @@ def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: Path) -> None:
-    owner, notes = ledger(tmp_path, []), []
+    owner, notes = run_store(tmp_path, []), []
     owner.acquire()
     path = owner.commit(commit(tmp_path, 5)).checkpoint.path
     owner.release(m.ReleaseLease(outcome="stopped", step=5))
     shard = tmp_path / "run" / path / "state"
     shard.write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="no checkpoint of the run is complete"):
-        taken = ledger(tmp_path, notes)
+        taken = run_store(tmp_path, notes)
         taken.acquire()
         taken.chain()
     assert shard.read_bytes() == b"torn", "nothing was changed"
-    fresh = ledger(tmp_path, notes, fresh=True)
+    fresh = run_store(tmp_path, notes, fresh=True)
     fresh.acquire()
     assert fresh.chain() == ()
     fresh.give_up()
@@ -140,7 +140,7 @@ def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: P
 def test_a_fresh_start_deletes_the_report_and_the_quarantine_of_the_run_before_it(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     for fresh in (False, True):
-        owner = ledger(tmp_path, [], fresh=fresh)
+        owner = run_store(tmp_path, [], fresh=fresh)
         owner.acquire()
         for name in ("report.html", "quarantine/train-000000000003.parquet"):
             store.put(f"run/{name}", b"old")

@@ -128,7 +128,7 @@ DIED = (
         ),
         (f"{DIED}its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY ...", "the node ran out of memory"),
         (f"{DIED}its node has died.", "its node was lost"),
-        (f"{DIED}... Destroying worker since its placement group was removed. ...", "its room on the cluster"),
+        (f"{DIED}... Destroying worker since its placement group was removed. ...", "its place on the cluster"),
         ("something else\nat length", "something else"),
         ("", "RuntimeError"),
     ],
@@ -167,7 +167,7 @@ def test_a_standby_of_the_previous_driver_ends_like_any_worker(tmp_path: Path, e
         actor = fake_ray.Actor(driver.fleet, WorkerSlot(worker=7, slot=None, bundle=1, run="run"))
         survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=1, group="its group")
         workers, rooms = driver.world._workers, mock.Mock(lost=lambda slot, cause: None)
-        workers._rooms = rooms
+        workers._placement = rooms
         workers.take_over(TakenOverActors(workers=(survivor,)))
         rooms.inherit.assert_called_once_with(1, "its group")
         driver.world.carry_out(KillWorker(worker=7)) if ends == "it is killed" else actor.die()
