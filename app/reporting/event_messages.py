@@ -179,7 +179,7 @@ class EventFormatter:
         if event.what == self._waited_for:
             return []
         self._waited_for = event.what
-        return [OutputLine(text=waiting_text(event), tone="warning")]
+        return [OutputLine(text=waiting_text(event))]
 
     def _tell_formed(self, event: Formed) -> list[OutputLine]:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
@@ -339,7 +339,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
                 text=f"driver {event.token} took run {event.run}: {event.total_steps:,} steps; {event.cluster}"
             )
         case Waiting():
-            return OutputLine(text=waiting_text(event), tone="warning")
+            return OutputLine(text=waiting_text(event))
         case Placed():
             role = " as a warm standby" if event.spare else ""
             return OutputLine(text=f"worker {event.worker} is up{role}: pid {event.pid} on {event.node}")

@@ -155,7 +155,7 @@ def _run_in_turn(trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[st
 
     failed = {}
     for number, trial in enumerate(trials, 1):
-        say(f"{number}/{len(trials)}  {trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}")
+        say(f"{number}/{len(trials)}  {_title(trial)}")
         try:
             run = api.fit(trial.job, fresh=fresh)
         except RunFinished:
@@ -177,21 +177,26 @@ def _run_in_parallel(
     trials: Sequence[StudyTrial], *, fresh: bool, say: Callable[[str], object], concurrent: int
 ) -> dict[str, str]:
     """Run some trials at a time; return why trials failed, by the names of their runs."""
-    failed = {}
+    failed, titles = {}, {trial.job.name: _title(trial) for trial in trials}
     say(f"{len(trials)} runs, at most {concurrent} at a time{'' if fresh else '; finished ones are not run again'}")
+
+    def tell(job: Job, what: str) -> None:
+        say(f"  {titles[job.name]} {what}")
 
     def keep(job: Job, error: TrainwrightError) -> None:
         if not isinstance(error, _LOSS_ERRORS):
             raise error
         failed[job.name] = error.summary
-        say(f"  run {job.name} failed: {error.summary}")
-
-    def tell(job: Job) -> None:
-        say(f"  run {job.name} is finished")
+        tell(job, f"failed: {error.summary}")
 
     jobs = [trial.job for trial in trials]
-    train_in_parallel(jobs, what="runs of the study", parts=concurrent, fresh=fresh, on_end=tell, on_error=keep)
+    told = partial(tell, what="is finished")
+    train_in_parallel(jobs, what="runs of the study", parts=concurrent, fresh=fresh, on_end=told, on_error=keep)
     return failed
+
+
+def _title(trial: StudyTrial) -> str:
+    return f"{trial.label}, {trial.x}, seed {trial.seed}: run {trial.job.name}"
 
 
 def _by_workers(
