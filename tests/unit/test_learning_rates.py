@@ -66,9 +66,19 @@ def job(**changes: Any) -> Any:
     return spec(**{"optimizer": groups, "total_steps": STEPS, "epochs": 4, **changes})
 
 
-def plain(make: Callable[..., Any], by: str = "step", steps: int = STEPS) -> list[list[float]]:
+def lower(parameters: Any) -> torch.optim.Optimizer:
+    """As `groups`, with a fifth of the rates."""
+    made = groups(parameters)
+    for group in made.param_groups:
+        group["lr"] /= 5
+    return made
+
+
+def plain(
+    make: Callable[..., Any], by: str = "step", steps: int = STEPS, make_optimizer: Callable[..., Any] = groups
+) -> list[list[float]]:
     """The rates of each step of a loop as torch's documentation has it."""
-    optimizer = groups(list(Net().parameters()))
+    optimizer = make_optimizer(list(Net().parameters()))
     scheduler, rates = make(optimizer), []
     for step in range(steps):
         rates.append([group["lr"] for group in optimizer.param_groups])
@@ -140,16 +150,60 @@ def test_a_scheduler_that_takes_a_metric() -> None:
     assert saved(resumed).files == saved(unbroken).files
 
 
-def test_a_run_with_more_steps_or_another_scheduler_has_the_new_settings_and_the_old_count() -> None:
-    """Plain loops of these schedulers have the same rates from the second step on; the first is the last one's."""
+def test_a_run_with_more_steps_or_another_scheduler_has_the_rates_of_the_new_one() -> None:
     cycle = partial(schedulers.OneCycleLR, max_lr=[0.5, 0.2])
     shorter = one_device(job(schedule=cycle, total_steps=6, epochs=2))
     rates_of(shorter, steps=6)
     longer = loaded(job(schedule=cycle), saved(shorter))
-    assert rates_of(longer, first=6)[1:] == plain(partial(cycle, total_steps=STEPS))[7:]
-    later = partial(schedulers.MultiStepLR, milestones=[9], gamma=0.5)
-    changed = loaded(job(schedule=later), saved(trained(partial(schedulers.MultiStepLR, milestones=[7]), 6)))
-    assert rates_of(changed, first=6) == plain(later)[6:]
+    assert rates_of(longer, first=6) == plain(partial(cycle, total_steps=STEPS))[6:]
+    for by, before in (("step", lambda step, total: 0.1), ("epoch", MAKERS["step"]), ("step", MAKERS["one cycle"])):
+        files, whole = saved(trained(before, 6)), one_device(job(schedule=MAKERS["chained"], schedule_by=by))
+        changed = loaded(job(schedule=MAKERS["chained"], schedule_by=by), files)
+        assert rates_of(changed, first=6) == rates_of(whole)[6:]
+        own, other = (each.replica.optimizer.param_groups for each in (changed, whole))
+        assert [group["momentum"] for group in own] == [group["momentum"] for group in other] == [0.9, 0.9]
+        assert (
+            saved(loaded(job(schedule=MAKERS["chained"], schedule_by=by), saved(changed))).files == saved(changed).files
+        )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_edited_rate_counts_in_a_run_that_is_resumed(name: str) -> None:
+    changed = loaded(job(schedule=MAKERS[name], optimizer=lower), saved(trained(MAKERS[name], 6)))
+    assert rates_of(changed, first=6) == plain(MAKERS[name], make_optimizer=lower)[6:]
+
+
+def test_without_its_scheduler_a_run_that_is_resumed_has_the_rates_and_momenta_of_its_optimizer() -> None:
+    for now in (None, lambda step, total: 1.0):
+        changed = loaded(job(schedule=now), saved(trained(MAKERS["one cycle"], 10)))
+        assert rates_of(changed, first=10) == [[0.3, 0.1]] * 2
+        assert [group["momentum"] for group in changed.replica.optimizer.param_groups] == [0.9, 0.9]
+
+
+def test_a_scheduler_that_follows_a_metric_keeps_its_reductions_of_another_rate() -> None:
+    plateau = partial(schedulers.ReduceLROnPlateau, patience=0, factor=0.5)
+    stopped = one_device(job(schedule=plateau, schedule_metric="loss"))
+    for step, told in enumerate((1.0, 2.0, 3.0)):
+        rates_of(stopped, step, step + 1, metrics={"loss": told})
+    files = saved(stopped)
+    resumed = loaded(job(schedule=plateau, schedule_metric="loss", optimizer=lower), files)
+    assert rates_of(resumed, first=3, steps=4, metrics={"loss": 2.0}) == [
+        [pytest.approx(0.3 / 40), pytest.approx(0.0025)]
+    ]
+    started = loaded(job(schedule=plateau, schedule_metric="accuracy"), files)
+    assert rates_of(started, first=3, steps=4, metrics={"accuracy": 9.0}) == [[0.3, 0.1]]
+
+
+def test_a_checkpoint_that_does_not_say_how_its_scheduler_was_made_is_restored_as_it_is() -> None:
+    unbroken, stopped = (trained(MAKERS["chained"], steps) for steps in (0, 5))
+    files = saved(stopped)
+    facts = json.loads(files.files["state.json"])
+    del facts["scheduler"]["made as"]
+    files.files["state.json"] = json.dumps(facts).encode()
+    rates_of(unbroken)
+    resumed = loaded(job(schedule=MAKERS["chained"]), files)
+    assert rates_of(resumed, first=5) == plain(MAKERS["chained"])[5:]
+    assert saved(resumed).files == saved(unbroken).files
 
 
 def trained(schedule: Any, steps: int) -> Any:

@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, is_dtensor, to_local
-from trainwright.strategies.torch.training.learning_rates import SchedulerState, group_settings, set_group_option
+from trainwright.strategies.torch.training.learning_rates import SchedulerState, group_settings
 from trainwright.strategies.torch.training.train_state import LocalState, LossScale, TorchReplica
 
 OptimizerSlots = dict[str, dict[str, Any]]
@@ -192,8 +192,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
             else:
                 saved = state.slots[name][key]
             to_local(value).copy_(saved)
-    _set_options(replica, state.options)
-    replica.rates.state = state.scheduler
+    replica.rates.restore(state.step or 0, state.options, state.scheduler)
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
     replica.step, replica.sound = state.step, True
@@ -227,8 +226,7 @@ def broadcast(
     tensors = [*replica.model.parameters(), *buffers, *(value for _, _, value in _slot_tensors(replica))]
     _broadcast_tensors([to_local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
-        _set_options(replica, options)
-        replica.rates.state = scheduler
+        replica.rates.restore(step or 0, options, scheduler)
         replica.confirm()
         replica.sound, replica.scale = True, scale
         replica.every_used, replica.logged = every_used, logged
@@ -249,12 +247,6 @@ def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
         {key: value for key, value in settings.items() if value != initial.get(key)}
         for settings, initial in zip(kept_settings(replica), replica.rates.initial, strict=True)
     ]
-
-
-def _set_options(replica: TorchReplica, options: list[dict[str, Any]]) -> None:
-    for group, initial, changed in zip(replica.optimizer.param_groups, replica.rates.initial, options, strict=True):
-        for key, value in {**initial, **changed}.items():
-            set_group_option(group, key, value)
 
 
 def _slots(replica: TorchReplica) -> OptimizerSlots:

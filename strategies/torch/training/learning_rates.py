@@ -2,14 +2,15 @@
 
 A scheduler's state is part of the replica's state. A state after `step` steps holds what the scheduler has counted in
 these steps, and of evaluations those before its last step: what the next step needs is applied with that step, so that
-a step taken again finds the same rates. It has only what counting has changed. So a job that is resumed with another
-number of steps, or another scheduler, has the settings of its own scheduler.
+a step taken again finds the same rates. It has what counting has changed, and how the scheduler was made. A job that is
+resumed with another scheduler, or with other settings or rates, counts its own scheduler from step 0 to `step`: most of
+torch's compute a rate from the one before, which is that of the earlier settings.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +26,9 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 SchedulerState = dict[str, Any]  # values that JSON has
 _PAIRS = "pairs"  # of a mapping whose keys are no text
 _TENSOR = "tensor"  # the values of a setting that is one
+# Of a saved state: how the scheduler was made; the space tells it from an attribute. Older checkpoints do not have it.
+_MADE_AS = "made as"
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})  # the settings that torch's schedulers change
 
 
 class LearningRates:
@@ -44,7 +48,7 @@ class LearningRates:
     """
 
     def __init__(self, spec: ModelSpec, optimizer: torch.optim.Optimizer, where: str) -> None:
-        self._spec, self._groups = spec, optimizer.param_groups
+        self._spec, self._groups, self._where = spec, optimizer.param_groups, where
         self._factors: tuple[Callable[[int, int], float], ...] = ()
         self._scheduler: LRScheduler | None = None
         schedule = spec.schedule
@@ -60,6 +64,12 @@ class LearningRates:
             raise JobError([problem], where=where)
         self.initial = [group_settings(group) for group in self._groups]
         self._fresh = None if self._scheduler is None else _plain_state(self._scheduler)
+        self._made_as = {
+            "class": type(self._scheduler).__name__,
+            "by": spec.schedule_metric or spec.schedule_by,
+            "rates": [initial.get("lr") for initial in self.initial],
+            "settings": self._fresh,
+        }
 
     @property
     def computed(self) -> bool:
@@ -100,13 +110,63 @@ class LearningRates:
     @property
     def state(self) -> SchedulerState | None:
         """What has changed in the scheduler's state, in values that JSON has; None without a scheduler."""
-        return None if self._scheduler is None else _changes(_plain_state(self._scheduler), self._fresh)
+        if self._scheduler is None:
+            return None
+        return {_MADE_AS: self._made_as, **_changes(_plain_state(self._scheduler), self._fresh)}
 
     @state.setter
     def state(self, saved: SchedulerState | None) -> None:
-        """Restore a scheduler's state; None, of a job that had no scheduler, changes nothing."""
+        """Restore the state of a scheduler that was made in the same way; None changes nothing."""
         if self._scheduler is not None and saved is not None:
-            self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), _with_changes(self._fresh, saved)))
+            changes = {key: value for key, value in saved.items() if key != _MADE_AS}
+            self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), _with_changes(self._fresh, changes)))
+
+    def restore(self, step: int, options: Sequence[Mapping[str, Any]], saved: SchedulerState | None) -> None:
+        """Set the groups' settings and the scheduler to those after `step` completed steps.
+
+        Args:
+            step: of the state.
+            options: of each group the settings that training had changed.
+            saved: `state` of the job that wrote it. Where its scheduler was made in another way, the rates follow from
+                this job's own schedule.
+
+        Raises:
+            UserCodeError: the scheduler raised.
+        """
+        made_as = None if saved is None else saved.get(_MADE_AS, self._made_as)
+        same = saved is None if self._scheduler is None else made_as == self._made_as
+        for group, initial, changed in zip(self._groups, self.initial, options, strict=True):
+            kept = changed if same else {key: value for key, value in changed.items() if key not in _SCHEDULED}
+            for key, value in {**initial, **kept}.items():
+                set_group_option(group, key, value)
+        if same:
+            self.state = saved
+        elif self._scheduler is not None:
+            self.state = {}
+            if not self._spec.schedule_metric:
+                self._count(self._scheduler, step)
+            elif made_as is not None and all(made_as[key] == self._made_as[key] for key in ("class", "by")):
+                self.state = saved
+                self._scale_rates(options, made_as["rates"])
+
+    def _count(self, scheduler: LRScheduler, steps: int) -> None:
+        """Let a fresh scheduler count completed steps."""
+        counts = steps // self._spec.epoch_steps if self._spec.schedule_by == "epoch" else steps
+        with warnings.catch_warnings(), TorchUserCode("the scheduler's step()", self._where):
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for _ in range(counts):
+                scheduler.step()
+
+    def _scale_rates(self, options: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
+        """Apply to the job's own rates the reductions of a scheduler that follows a metric.
+
+        Args:
+            options: of each group the settings that training had changed.
+            rates: of each group before the first step of that training.
+        """
+        for group, initial, changed, rate in zip(self._groups, self.initial, options, rates, strict=True):
+            if "lr" in changed and rate:
+                set_group_option(group, "lr", changed["lr"] * (initial["lr"] / rate))
 
 
 def _make_scheduler(spec: ModelSpec, optimizer: torch.optim.Optimizer, where: str) -> LRScheduler:
