@@ -19,7 +19,6 @@ from torch import distributed, nn
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import (
     GENERATION,
-    Chosen,
     Files,
     Net,
     batch,
@@ -265,22 +264,101 @@ def test_a_user_error_on_one_rank_frees_the_others_at_once() -> None:
     assert max(seconds for _, seconds in results) < 10.0
 
 
+class Routed(Net):
+    """Sends each row to its layer; a layer without rows is not called."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float64)
+        self.experts = nn.ModuleList(nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(x)
+        for number, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(rows):
+                outputs = outputs.index_add(0, rows, expert(x[rows]))
+        return outputs
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
+
+
+def routed_share(step: int, rank: int, total: int) -> Feed:
+    """Rows 0, 3, 6 and 9 leave out the first layer in step 1, and all rows the second one in step 2."""
+    given = share(step, rank, total, np.float64)
+    (part,) = given.parts[0]
+    x = part.columns["x"][:, 0]
+    x[:] = np.where(part.samples % 4 < 2, -1.0, 1.0) * np.abs(x)
+    if step == 1:
+        x[part.samples % 3 == 1] = 1.0
+    if step == 2:
+        x[:] = -1.0
+    return given
+
+
 def _sometimes_unused(rank: int, world: int, exchange: Exchange) -> Any:
-    engine = formed(rank, exchange, spec(model=Chosen))
-    engine.warm(share(0, rank, world))
-    given = share(0, rank, world)
-    given.parts[0][0].columns["x"][0] = 99.0
+    job, calls = spec(model=Routed, optimizer=decaying, clip_norm=0.1), []
+    engine = formed(rank, exchange, job)
+    engine.warm(routed_share(0, rank, world))
+    engine.replica.model.register_forward_hook(lambda *_: calls.append(1))
+    reports, taken = [], []
+    for step in range(5):
+        calls.clear()
+        reports.append(engine.train_step(routed_share(step, rank, world)))
+        taken.append(len(calls))
+        if step == 3:
+            kept = saved(engine)
+    engine.leave()
+    resumed = formed(rank, exchange, job)
+    resumed.load(kept)
+    resumed.warm(routed_share(4, rank, world))
+    resumed.train_step(routed_share(4, rank, world))
+    resumed.leave()
+    return reports, taken, saved(engine).files, saved(resumed).files
+
+
+def test_a_step_in_which_a_parameter_is_unused_is_taken_again_and_equals_one_device() -> None:
+    results = run_ranks(_sometimes_unused, 3)
+    alone = one_device(spec(model=Routed, optimizer=decaying, clip_norm=0.1))
+    expected = [alone.train_step(routed_share(step, 0, 1)) for step in range(5)]
+    reports, taken, files, resumed = results[0]
+    assert all(result == results[0] for result in results)
+    assert taken[0] == taken[2] == taken[3] == taken[4] == 1 < taken[1]
+    assert files == resumed
+    for report, wanted in zip(reports, expected, strict=True):
+        assert report.loss == pytest.approx(wanted.loss, abs=1e-12)
+        assert report.gradient_norm == pytest.approx(wanted.gradient_norm, abs=1e-12)
+    held = Files()
+    held.files = files
+    for name, value in load_weights(saved(alone)).items():
+        torch.testing.assert_close(load_weights(held)[name], value, rtol=0.0, atol=1e-12)
+
+
+class SparselyRouted(Routed):
+    """Looks the rows of its second layer up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1] = nn.Embedding(1, 3, sparse=True, dtype=torch.float64)
+        self.experts[1].register_forward_pre_hook(lambda _, given: (given[0][:, 0].long() * 0,))
+
+
+def _sparse_and_unused(rank: int, world: int, exchange: Exchange) -> Any:
+    job = spec(model=SparselyRouted, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    engine = formed(rank, exchange, job)
+    engine.warm(routed_share(0, rank, world))
     try:
-        engine.train_step(given)
+        engine.train_step(routed_share(2, rank, world))
     except JobError as error:
         engine.leave()
         return str(error)
     return None
 
 
-def test_a_parameter_that_is_sometimes_unused_is_refused_before_anything_is_applied() -> None:
-    for text in run_ranks(_sometimes_unused, 2):
-        assert "'second.weight' got no gradient in this batch but did in others" in text
+def test_an_embedding_with_sparse_gradients_that_is_unused_is_refused() -> None:
+    for text in run_ranks(_sparse_and_unused, 2):
+        assert "embedding 'experts.1' has sparse gradients, and is not used in this batch" in text
 
 
 def _unequal(rank: int, world: int, exchange: Exchange) -> Any:

@@ -48,6 +48,7 @@ class HostState:
     weights_only: bool = False  # without the optimizer's state, for a model that is not trained further
     local: LocalState | None = None  # what this data rank keeps as its own; None where a job has no such state
     scheduler: SchedulerState | None = None  # state of the learning-rate scheduler; None where a job has none
+    sometimes_unused: bool = False  # a trained parameter had a gradient in some steps only: DDP looks for such
     base: str = ""  # digest of the frozen parameters that it does not hold; empty where it holds all
 
     @property
@@ -135,6 +136,7 @@ def state_of(replica: TorchReplica) -> HostState:
         boxes=replica.boxes | _slot_boxes(replica, slots),
         local=local,
         scheduler=replica.rates.state,
+        sometimes_unused=replica.sometimes_unused,
         base=replica.base,
     )
 
@@ -195,6 +197,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
     replica.rates.restore(state.step or 0, state.options, state.scheduler)
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
+    replica.sometimes_unused = state.sometimes_unused  # the order of sums depends on it
     replica.step, replica.sound = state.step, True
 
 

@@ -6,8 +6,9 @@
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `average.safetensors`   | the average of each trained parameter (`weight_average=`)                   |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale, |
-|                         | the state of the learning-rate scheduler, and a digest of frozen parameters |
-|                         | that no file holds (`save_frozen=False`)                                    |
+|                         | the state of the learning-rate scheduler, whether parameters are unused in  |
+|                         | some steps, and a digest of frozen parameters that no file holds            |
+|                         | (`save_frozen=False`)                                                       |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
@@ -105,6 +106,8 @@ def write(state: HostState, writer: StateWriter) -> None:
         facts["scale"] = list(state.scale)
     if state.scheduler is not None:
         facts["scheduler"] = state.scheduler
+    if state.sometimes_unused:
+        facts["sometimes_unused"] = True
     if state.base:
         facts["base"] = state.base
     boxes, suffix = state.boxes, state.part.suffix
@@ -194,6 +197,7 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
         scheduler=facts.get("scheduler"),
+        sometimes_unused=facts.get("sometimes_unused", False),
         base=facts.get("base", ""),
         weights_only=reader.weights_only,
         boxes={

@@ -11,13 +11,13 @@ from typing import ClassVar
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from trainwright.core.data import Feed
+from trainwright.core.data import Feed, StepReport
 from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
-from trainwright.strategies.torch.training.train_step import StepRunner, batch_layout
+from trainwright.strategies.torch.training.train_step import StepRunner, UnusedParameters, batch_layout
 
 
 class ProcessGroupEngine(TorchEngine):
@@ -98,6 +98,18 @@ class DataParallel(ProcessGroupEngine):
         keys = [("whole", "whole")] * self._group.size
         self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))
 
+    def train_step(self, feed: Feed) -> StepReport:
+        """Run this rank's part of one global step.
+
+        Where a parameter gets no gradient for the first time, nothing is applied: DDP looks for such parameters from
+        then on, and the step is taken again.
+        """
+        try:
+            return super().train_step(feed)
+        except UnusedParameters:
+            self._runner, self.replica.sometimes_unused = None, True
+        return super().train_step(feed)
+
     def _warmed(self, feed: Feed) -> StepRunner:
         """Return a runner with DDP around the objective, whose buckets are fixed."""
         assert self._group is not None, "form() comes first"
@@ -114,7 +126,9 @@ class DataParallel(ProcessGroupEngine):
         # A parameter that only an earlier micro-batch uses has a gradient, and DDP would wait for another one. Ranks
         # decide together: after a loss, one may have the micro-batches of several data ranks.
         own = int(replica.every_used and sum(map(len, feed.parts)) == 1)
-        every_used = all(flag for (flag,) in all_gather_ints([own], self._device))
+        flags = all_gather_ints([own, int(replica.sometimes_unused)], self._device)
+        replica.sometimes_unused = any(unused for _, unused in flags)
+        every_used = all(used for used, _ in flags) and not replica.sometimes_unused
         if replica.every_used and not every_used:
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         world = distributed.group.WORLD
@@ -124,7 +138,8 @@ class DataParallel(ProcessGroupEngine):
             parallel = ddp_without_buffer_sync(
                 alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
             )
-            runner = replace(runner, parallel=parallel, local=parallel.no_sync, every_used=every_used)
+            required = replica.trainable if every_used else ()
+            runner = replace(runner, parallel=parallel, local=parallel.no_sync, required=required)
             if self._group.size != 2:
                 self._throwaway(runner, feed)
         if replica.synchronized is not None:

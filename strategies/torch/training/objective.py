@@ -6,8 +6,9 @@ already right where all weights are 1 (W = rows); otherwise one pass scales the 
 
 W, the sum of losses and the request to stop must be summed over the ranks too, before anything is applied. DDP's own
 reduction carries them: `carry` is one more parameter, whose gradient is set to those sums. DDP averages, so they are
-multiplied by the world size first. Measurements of the gradient noise of the step before, or zeros, are beside them, so
-that the reduction is the same in each step; then come the sums and weights of the values that `tw.log` records.
+multiplied by the world size first. Beside them is whether a parameter got no gradient on a rank. Measurements of the
+gradient noise of the step before, or zeros, follow, so that the reduction is the same in each step; then come the sums
+and weights of the values that `tw.log` records.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 
 _Function = Callable[[Any, Any], Any]
 _LOSS = "loss"  # key of the loss in a dict that step= returned
+_UNUSED = 3  # place among the sums: whether a parameter got no gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,18 @@ class BackwardRoots:
         """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
         accumulate_gradients((self.values, self.carry), (self.slopes, self.sums))
 
+    def backward_apart(self, find_unused: Callable[[], Sequence[nn.Parameter]]) -> None:
+        """As `backward`, with the sums after the losses, to tell all ranks of parameters without a gradient.
+
+        Args:
+            find_unused: returns those for whose gradients DDP waits; they get zeros.
+        """
+        accumulate_gradients((self.values,), (self.slopes,))
+        unused = find_unused()
+        if unused:
+            self.sums[_UNUSED] = 1.0
+        accumulate_gradients((self.carry, *unused), (self.sums, *map(torch.zeros_like, unused)))
+
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
@@ -383,8 +397,8 @@ class Objective(nn.Module):
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, noise sums, sum and
-            weight of each logged value).
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, ranks with a
+            parameter without a gradient, noise sums, sum and weight of each logged value).
         logged: the values that the job logs.
         micro_losses: the step's micro-batches so far, with their losses.
         news: three sums of gradient noise that the next micro-batch adds, once.
@@ -398,7 +412,7 @@ class Objective(nn.Module):
         self.caller = replace(caller, record=self.logged.add)
         self.world = world
         kind = _carried_type(model)
-        self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
+        self.carry = nn.Parameter(torch.zeros(7, dtype=kind, device=caller.device))
         self.scale = 1.0
         self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
@@ -425,7 +439,7 @@ class Objective(nn.Module):
         """Carry the sums of these logged values from now on. To be called before DDP holds `carry`."""
         self.logged.names = tuple(names)
         if names:
-            self.carry = nn.Parameter(self.carry.new_zeros(6 + 2 * len(names)))
+            self.carry = nn.Parameter(self.carry.new_zeros(7 + 2 * len(names)))
 
     def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses and weights, both (samples,) or (samples, k), and `carry`.
@@ -453,7 +467,7 @@ class Objective(nn.Module):
 
     def add_stop_request(self, wish: bool) -> None:
         """Set the sums of a rank without losses: its stop request alone."""
-        own = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
+        own = torch.stack((*self._no_news[:2], self._wishes[wish])) * self.world
         self.carry.grad = nn.functional.pad(own, (0, len(self.carry) - len(own)))
 
     def _check(self, values: Tensor) -> None:
@@ -472,7 +486,7 @@ class Objective(nn.Module):
         news = self.news
         if news is not self._no_news:
             self.news = self._no_news
-        sums = torch.stack((weight, loss, self._wishes[share.wish], *news)).to(kind)
+        sums = torch.stack((weight, loss, self._wishes[share.wish], self._no_news[0], *news)).to(kind)
         if self.logged.names:
             sums = torch.cat((sums, *self.logged.take(sums)))
         sums.mul_(self.world)

@@ -28,7 +28,7 @@ from trainwright.core.data import (
     fold_seed,
     noise_is_due,
 )
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.torch_compat import foreach_multiply
@@ -41,6 +41,10 @@ from trainwright.strategies.torch.training.optimizers import NamedOptimizers
 from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, LossScale, TorchReplica, add_gradient_hook
 
 
+class UnusedParameters(Exception):
+    """A parameter for whose gradient DDP waits got none on some rank; nothing was applied. Every rank raises it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """Sums over the whole global batch."""
@@ -48,6 +52,7 @@ class StepTotals:
     weight: float
     loss: float
     wish: bool
+    unused: bool  # a parameter for whose gradient DDP waits got none on some rank
     told: tuple[float, ...]  # sums of gradient noise, reduced beside them
     logged: tuple[float, ...]  # sum and weight of each logged value in turn
     norm: float | None  # of the averaged gradient, where it is wanted
@@ -55,9 +60,9 @@ class StepTotals:
     @classmethod
     def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
         """Return the totals from the reduced gradient of `Objective.carry`."""
-        weight, loss, wish, *others = sums
+        weight, loss, wish, unused, *others = sums
         told, logged = tuple(others[:3]), tuple(others[3:])
-        return cls(weight=weight, loss=loss, wish=wish > 0.5, told=told, logged=logged, norm=norm)
+        return cls(weight=weight, loss=loss, wish=wish > 0.5, unused=unused > 0, told=told, logged=logged, norm=norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +74,8 @@ class StepRunner:
     # parameters of whose gradients this rank sees those of each micro-batch, to sample their noise
     observed: Sequence[nn.Parameter] = ()
     local: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context in which backward does not reduce
-    # every trainable parameter must get a gradient in each step, or DDP would wait for it forever
-    every_used: bool = False
+    # parameters that must get a gradient in each step, since DDP waits for it
+    required: Sequence[nn.Parameter] = ()
     measures_own_time: bool = True  # a rank's own work can be timed apart from its waits
     # groups of ranks with other data, which together reach all of them
     others: tuple[distributed.ProcessGroup, ...] = ()
@@ -84,6 +89,18 @@ class StepRunner:
     def where(self) -> str:
         """The rank, for errors."""
         return self.objective.caller.where
+
+    def unused(self) -> list[nn.Parameter]:
+        """Return the required parameters without a gradient. Raises JobError where DDP cannot do without it."""
+        found = [each for each in self.required if each.grad is None]
+        for name, module in self.objective.model.named_modules() if found else ():
+            sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            if sparse and any(each is module.weight for each in found):
+                problem = f"embedding {name!r} has sparse gradients, and is not used in this batch, which DDP of torch "
+                raise JobError(
+                    [f"{problem}cannot reduce: set sparse=False, or use it in every batch"], where=self.where
+                )
+        return found
 
     def ending(self) -> AbstractContextManager[Any]:
         """Return a context for a step's last micro-batch."""
@@ -105,18 +122,8 @@ class StepRunner:
                 self.probe.count(share)
 
     def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
-        """Return averaged gradients and sums over all ranks. Raises JobError where DDP could not average one."""
-        gradients = [parameter.grad for parameter in replica.trainable]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if self.every_used and len(present) < len(gradients):
-            missing = replica.names[replica.trainable[gradients.index(None)]]
-            raise JobError(
-                [
-                    f"parameter {missing!r} got no gradient in this batch but did in others: use every parameter in "
-                    "every batch, for instance by adding 0.0 * parameter.sum() to the loss"
-                ],
-                where=self.where,
-            )
+        """Return averaged gradients and sums over all ranks."""
+        present = [parameter.grad for parameter in replica.trainable if parameter.grad is not None]
         return present, read_totals(self, present, wants_norm=wants_norm)
 
 
@@ -124,15 +131,13 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
     """Run one step of this rank. All ranks apply it, or none does.
 
     Raises:
-        NonFiniteLoss: on every rank, with nothing applied.
+        NonFiniteLoss, UnusedParameters: on every rank, with nothing applied.
         PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
     """
     if replica.custom:
         return _train_by_turns(replica, runner, feed)
     laps, probe, spec, scale = replica.laps, runner.probe, replica.spec, replica.scale
-    factor = scale.factor if scale else 1.0
-    if runner.objective.scale != factor:
-        runner.objective.scale = factor
+    _scale_losses(runner.objective, scale)
     laps.begin(feed.step)
     sampled = probe.due(feed)
     with replica.attempt() as attempt:
@@ -144,6 +149,8 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
             wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
             gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
             replica.confirm()
+        if totals.unused:
+            raise UnusedParameters
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         scatter = probe.heard(totals.told)
         if length is not None:
@@ -182,10 +189,16 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
     )
 
 
+def _scale_losses(objective: Objective, scale: LossScale | None) -> None:
+    factor = scale.factor if scale else 1.0
+    if objective.scale != factor:  # to set an attribute of a module takes longer
+        objective.scale = factor
+
+
 def _run_micro_batch(
     runner: StepRunner, share: MicroBatchShare, forward_done: Callable[[], None] = lambda: None
 ) -> None:
-    """Run forward and backward of one micro-batch; raise PeerLost or UserCodeError for what fails."""
+    """Run forward and backward of one micro-batch; raise PeerLost, UserCodeError or JobError for what fails."""
     where = runner.where
     forward = runner.objective if runner.parallel is None else runner.parallel
     with span("forward"):
@@ -193,7 +206,12 @@ def _run_micro_batch(
     forward_done()
     try:
         with span("backward"):
-            pull.backward()
+            if runner.required:
+                pull.backward_apart(runner.unused)
+            else:
+                pull.backward()
+    except TrainwrightError:
+        raise
     except Exception as error:
         raise TorchUserCode("the backward pass", where).meaning(error) from None
 
