@@ -48,6 +48,8 @@ _ARGUMENTS = {  # that a job cannot have, if they are set
     "bf16_full_eval": "leave it out: evaluations compute as training does",
     "fp16_full_eval": "leave it out: evaluations compute as training does",
     "push_to_hub": "leave it out, and upload what tw.load_model returns",
+    "eval_delay": "leave it out: the first evaluation comes after the first epoch, or after eval_steps",
+    "eval_on_start": "leave it out: the first evaluation comes after the first epoch, or after eval_steps",
     "group_by_length": "leave it out, and give train=dataset.bucketed(column, batch_size)",
 }  # fmt: skip
 _FUNCTIONS = {
@@ -129,6 +131,10 @@ def _not_covered(trainer: Any) -> Iterator[str]:
     for name, remedy in _ARGUMENTS.items():
         if getattr(args, name, None):
             yield f"{name}={getattr(args, name)!r} is not covered: {remedy}"
+    optim = _value(getattr(args, "optim", ""))
+    if optim.startswith("schedule_free"):
+        remedy = "set another optim, and give weight_average=tw.WeightAverage(decay=0.999)"
+        yield f"optim={optim!r} has other parameters in evaluations than in training, which is not covered: {remedy}"
     for name, remedy in _FUNCTIONS.items():
         if getattr(trainer, name, None) is not None:
             yield f"{name}= is not covered: {remedy}"
@@ -226,7 +232,7 @@ def _checkpoints(args: Any, total: int, *, evaluated: bool) -> dict[str, Any]:
         found["checkpoint_steps"] = _steps(args.save_steps, total)
     if args.save_total_limit:
         found["keep"] = args.save_total_limit
-    if args.load_best_model_at_end:
+    if args.load_best_model_at_end or _value(args.save_strategy) == "best":
         if not evaluated or args.metric_for_best_model not in (None, "loss", "eval_loss"):
             problem = f"metric_for_best_model={args.metric_for_best_model!r} is not covered: give best= of the job"
             raise JobError([problem], where=_WHERE)

@@ -459,18 +459,34 @@ def test_samples_of_an_epoch_need_epochs() -> None:
         tw.from_hf_trainer(Trainer(), epoch_samples=44)
 
 
+def test_the_best_checkpoint_of_a_trainer_is_kept() -> None:
+    def best(**arguments: Any) -> Any:
+        trainer = Trainer(eval_strategy="epoch", **arguments)
+        trainer.eval_dataset = Texts()
+        return tw.from_hf_trainer(trainer).checkpointing.best
+
+    assert best() is None
+    assert best(save_strategy="best") == best(load_best_model_at_end=True) == "loss"
+    with pytest.raises(JobError, match="metric_for_best_model='accuracy' is not covered"):
+        best(save_strategy="best", metric_for_best_model="accuracy")
+
+
 class OwnLoss(Trainer):
     def compute_loss(self) -> None: ...
 
 
 def test_what_a_trainer_has_and_a_job_has_not_is_refused_by_name() -> None:
-    trainer = OwnLoss(deepspeed="file.json", label_smoothing_factor=0.1)
+    evaluations = {"eval_delay": 2, "eval_on_start": True}
+    trainer = OwnLoss(deepspeed="file.json", label_smoothing_factor=0.1, optim="schedule_free_adamw", **evaluations)
     trainer.compute_metrics = len
     trainer.callback_handler.callbacks = [Points()]
     trainer.eval_dataset = Streamed()
     with pytest.raises(JobError) as refused:
         tw.from_hf_trainer(trainer)
-    words = ("compute_loss()", "deepspeed=", "label_smoothing_factor=", "compute_metrics=", "Points", "eval_dataset")
+    words = (
+        "compute_loss()", "deepspeed=", "label_smoothing_factor=", "compute_metrics=", "Points", "eval_dataset",
+        "eval_delay=2", "eval_on_start=True", "optim='schedule_free_adamw'",
+    )  # fmt: skip
     assert len(refused.value.problems) == len(words)
     assert all(any(word in problem for problem in refused.value.problems) for word in words)
     with pytest.raises(JobError, match=r"not a transformers\.Trainer"):

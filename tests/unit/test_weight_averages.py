@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_optimizer
 import torch
 from torch.optim.swa_utils import AveragedModel
 
@@ -129,6 +130,11 @@ def test_before_it_begins_and_without_one_in_the_checkpoint_the_parameters_count
 def test_averages_that_make_no_sense(given: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         tw.WeightAverage(**given)
+
+
+def test_an_optimizer_with_an_average_of_its_own_is_refused() -> None:
+    with pytest.raises(JobError, match=r"made ScheduleFreeAdamW, whose eval\(\) and train\(\) exchange the parameters"):
+        one_device(spec(optimizer=pytorch_optimizer.ScheduleFreeAdamW))
 
 
 def test_parameter_servers_and_keras_refuse_it() -> None:

@@ -94,6 +94,14 @@ def _check_optimizer(what: str, optimizer: Any, names: Mapping[nn.Parameter, str
             ],
             where=where,
         )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        kind = type(optimizer).__name__
+        problem = (
+            f"{what} made {kind}, whose eval() and train() exchange the parameters. Nothing calls them, so evaluations "
+            "and exports would have the parameters of training: use an optimizer without them, and "
+            "weight_average=tw.WeightAverage(decay=0.999)"
+        )
+        raise JobError([problem], where=where)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in held):
         raise JobError([f"{what} holds a tensor that is not a parameter of the model"], where=where)
