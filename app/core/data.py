@@ -21,6 +21,7 @@ A phase is a place of a step, or several that an engine cannot tell apart, joine
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from trainwright.core.errors import DataError
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -64,6 +67,35 @@ class Batch:
         real = self.weights != 0.0
         columns = {name: array[real] for name, array in self.columns.items()}
         return Batch(columns=columns, weights=self.weights[real], samples=self.samples[real])
+
+
+def copy_objects(columns: Columns) -> dict[str, npt.NDArray[Any]]:
+    """Copy the objects in columns, since a function may change them in place and the reader may give them again.
+
+    Raises:
+        DataError: an object cannot be copied.
+    """
+    return {
+        name: np.fromiter((_copied(name, value) for value in array), object, len(array))
+        if array.dtype == object and array.ndim == 1
+        else array
+        for name, array in columns.items()
+    }
+
+
+def _copied(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable else value
+    if isinstance(value, str | bytes | int | float | None):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise DataError(
+            f"column {name!r} holds {type(value).__name__}, which cannot be copied: {type(error).__name__}: {error}",
+            where=f"column {name!r}",
+            remedy="store what the object is made from, such as a file name, and make it in the function that needs it",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

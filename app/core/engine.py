@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Columns, Feed, MetricSums, PeakMemory, StepReport
+from trainwright.core.data import Batch, Columns, Feed, MetricSums, PeakMemory, StepReport, copy_objects
 from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
 from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.plan import Plan
@@ -232,8 +232,9 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
     """Check the columns that the user's function returned."""
     shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
     where = f"samples {shown}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
+    columns = copy_objects(batch.columns)
     try:
-        result = function(dict(batch.columns))
+        result = function(columns)
     except Exception as error:
         raise UserCodeError(
             f"collate= raised {type(error).__name__}: {error}",
@@ -247,8 +248,8 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
             where=where,
             remedy="return a dict of arrays or tensors by name",
         )
-    columns = {str(name): _as_array(str(name), value, where) for name, value in result.items()}
-    for name, value in columns.items():
+    made = {str(name): _as_array(str(name), value, where) for name, value in result.items()}
+    for name, value in made.items():
         rows = value.shape[0] if len(value.shape) else 0
         if rows != batch.rows:
             raise DataError(
@@ -256,7 +257,7 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
                 where=where,
                 remedy="return one row for each row given, in the same order; leave rows out with dataset.filter",
             )
-    return columns
+    return made
 
 
 def _as_array(name: str, value: Any, where: str) -> Any:

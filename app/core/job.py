@@ -62,7 +62,8 @@ class Data(_OptionGroup):
         pad: column -> `tw.Pad(value=0, multiple=8)`, for columns whose rows differ in length: each micro-batch is
             padded, and `<column>_mask` (bool, True where there is data) can be named in inputs and targets.
         collate: (columns) -> columns with the same number of rows, instead of pad: takes a dict of all columns of the
-            data set as arrays and returns a dict of arrays or tensors, which inputs and targets name.
+            data set as arrays and returns a dict of arrays or tensors, which inputs and targets name. It may change the
+            objects of a column in place, such as arrays of different lengths: they are copies.
         epoch_samples: samples of a virtual epoch: checkpoints, evaluations, schedules and `epochs` count these instead
             of passes over the data. A batch may hold the end of one pass and the beginning of the next.
         shuffle: whether rows are shuffled for each epoch of training; otherwise they come as they are stored.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.core.data import copy_objects
 from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import (
     Arrays,
@@ -35,7 +36,7 @@ from trainwright.datasets.data_source import (
     stack_rows,
 )
 from trainwright.datasets.metadata_cache import current_context, first_pass, run_cached
-from trainwright.datasets.ops.row_transforms import Counters, call_user_function, copy_objects
+from trainwright.datasets.ops.row_transforms import Counters, call_user_function
 
 if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset

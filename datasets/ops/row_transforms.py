@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib
 import inspect
@@ -16,7 +15,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import fold_seed
+from trainwright.core.data import copy_objects, fold_seed
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError, user_traceback
 from trainwright.datasets.data_source import Arrays, Rows, object_array, stack_rows
 
@@ -91,22 +90,6 @@ def apply(
         else:
             columns = _map_batch(transform.function, columns, samples)
     return columns
-
-
-def copy_objects(columns: Arrays) -> Arrays:
-    """Copy the objects in columns, since a function may change them in place and the reader may give them again."""
-    return {
-        name: np.fromiter(map(_copied, array), object, len(array))
-        if array.dtype == object and array.ndim == 1
-        else array
-        for name, array in columns.items()
-    }
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.flags.writeable else value
-    return value if isinstance(value, str | bytes | int | float | None) else copy.deepcopy(value)
 
 
 def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: Counters, number: int) -> Arrays:

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from trainwright.core.data import Batch
+from trainwright.core.data import Batch, FeedAssignment
 from trainwright.core.engine import Collation, Pad, pad_column, stack_column
 from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.topology import Capabilities
+from trainwright.datasets.loading.batch_loader import BatchLoader
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0], "tokens": [[1, 2]]})
 
@@ -152,6 +153,30 @@ def test_a_collate_function_takes_the_place_of_padding() -> None:
         batch(x=ragged([np.arange(4), np.arange(2)]))
     )
     assert list(made) == ["sum"] and made["sum"].tolist() == [6, 1]
+
+
+def test_rows_that_a_collate_function_changes_in_place_are_whole_again_in_the_next_epoch() -> None:
+    """Masking of spectrograms, for instance: the reader keeps the rows over the epochs."""
+    rows = [np.ones(4), np.ones(2)]
+
+    def mask(columns: dict[str, Any]) -> dict[str, Any]:
+        for row in columns["x"]:
+            row[0] -= 1
+        return {"sum": np.array([row.sum() for row in columns["x"]])}
+
+    loader = BatchLoader(
+        tw.datasets.table({"x": ragged(rows)}), batch_size=2, epochs=3, shuffle=False,
+        feeding=FeedAssignment(data_ranks=range(1), total=1),
+    )  # fmt: skip
+    with loader.feeds() as feeds:
+        made = [Collation(function=mask)(feed.parts[0][0])["sum"].tolist() for feed in feeds]
+    assert made == [[3.0, 1.0]] * 3
+    assert [row.tolist() for row in rows] == [[1.0] * 4, [1.0] * 2]
+
+
+def test_an_object_that_cannot_be_copied_is_told_with_its_column() -> None:
+    with pytest.raises(DataError, match="column 'x' holds generator, which cannot be copied: TypeError"):
+        Collation(function=dict)(batch(x=ragged([(each for each in ())])))
 
 
 @pytest.mark.parametrize("fields", [{"multiple": 0}, {"length": 0}, {"length": 9, "multiple": 8}])
