@@ -422,8 +422,9 @@ class Job(_JobModel):
             model() returns a compiled model.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks, or with
             torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
-            functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so are
-            metrics.
+            functions take (targets, outputs). So does a function whose first parameter is called `y_true`, `true`,
+            `truth`, `ground_truth`, `label(s)` or `target(s)`, or whose second is called `y_pred` or `y_hat`, or with
+            `(y, pred)`, `(y, logits)` or `(y, outputs)`. The same holds for metrics.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`, or a data set or loader of torch,
             Hugging Face or Ray Data.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.

@@ -24,8 +24,9 @@ from trainwright.core.model_profile import ModelProfile
 
 _KERAS_MODULES = ("keras.src.losses", "keras.src.metrics")
 _TARGET_NAMES = frozenset({"y_true", "true", "truth", "ground_truth", "label", "labels", "target", "targets"})
-_OUTPUT_NAMES = frozenset(
-    {"y_pred", "pred", "preds", "predicted", "prediction", "predictions", "y_hat", "logits", "output", "outputs"}
+_PREDICTION_NAMES = frozenset({"y_pred", "y_hat"})  # of outputs alone; targets can be a teacher's logits or predictions
+_OUTPUT_NAMES = _PREDICTION_NAMES | frozenset(
+    {"pred", "preds", "predicted", "prediction", "predictions", "logits", "output", "outputs"}
 )
 
 
@@ -33,8 +34,9 @@ def takes_targets_first(function: Callable[..., Any]) -> bool:
     """Return whether a loss or metric takes (targets, outputs), as Keras' do.
 
     Losses, metrics and functions of `keras.losses` and `keras.metrics` do, and classes derived from them. Any other
-    function does where its parameters say so: the first is called `y_true`, `true`, `truth`, `label(s)` or `target(s)`,
-    or the second `y_pred`, `pred`, `prediction(s)`, `y_hat`, `logits` or `output(s)`. The rest take (outputs, targets).
+    function does where its parameters, those of `forward` of a module of torch, say so: the first is called `y_true`,
+    `true`, `truth`, `ground_truth`, `label(s)` or `target(s)`, the second `y_pred` or `y_hat`, or the
+    first `y` and the second `pred(s)`, `prediction(s)`, `logits` or `output(s)`. The rest take (outputs, targets).
     """
     while isinstance(function, functools.partial):
         if function.args:
@@ -64,14 +66,21 @@ def has_sum_reduction(function: Any) -> bool:
 
 def _names_targets_first(function: Callable[..., Any]) -> bool:
     """Return whether the names of the first two parameters put the targets first."""
-    try:
-        parameters = [*inspect.signature(getattr(function, "python_function", function)).parameters.values()]
-    except (TypeError, ValueError):  # of a function that is not Python's
-        return False
+    parameters = _parameters(function).values()
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
     first, second = [*names, "", ""][:2]
-    targets_first = first in _TARGET_NAMES or second in _OUTPUT_NAMES
+    targets_first = first in _TARGET_NAMES or second in _PREDICTION_NAMES or (first == "y" and second in _OUTPUT_NAMES)
     return targets_first and first not in _OUTPUT_NAMES and second not in _TARGET_NAMES
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a loss, metric or step; none for a function that is not Python's."""
+    for name in ("python_function", "forward"):  # of `tf.function`; of a module of torch, whose __call__ has none
+        function = getattr(function, name, function)
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 # --- `tw.gather` and `tw.log` -----------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ def by_the_second(y: Any, y_pred: Any) -> Any:
     return y, y_pred
 
 
+def by_both(y: Any, outputs: Any) -> Any:
+    return y, outputs
+
+
 def documented(outputs: Any, targets: Any) -> Any:
     return outputs, targets
 
@@ -44,6 +48,25 @@ class Focal:
         return y_true, y_pred
 
 
+def distilled(student: Any, logits: Any) -> Any:
+    """The targets are a teacher's logits."""
+    return student, logits
+
+
+def reconstruction(x: Any, output: Any) -> Any:
+    return x, output
+
+
+class Module:
+    """As a module of torch, whose parameters are those of `forward`."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.forward(*given, **named)
+
+    def forward(self, y_true: Any, y_pred: Any) -> Any:
+        return y_true, y_pred
+
+
 class OfKeras:
     """Stands where Keras' own losses do."""
 
@@ -61,8 +84,14 @@ class Derived(OfKeras):
         return one, other
 
 
-FIRST = [as_keras, in_words, by_the_second, functools.partial(in_words, weight=2.0), Focal(), OfKeras(), Derived()]
-LAST = [documented, swapped, of_torch, open_ended, lambda o, t: (o, t), functools.partial(as_keras, "bound"), max]
+FIRST = [
+    as_keras, in_words, by_the_second, by_both, functools.partial(in_words, weight=2.0), Focal(), Module(), OfKeras(),
+    Derived(),
+]  # fmt: skip
+LAST = [
+    documented, swapped, of_torch, open_ended, distilled, reconstruction, lambda o, t: (o, t),
+    functools.partial(as_keras, "bound"), max,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", FIRST)
