@@ -24,7 +24,7 @@ loss_functions = _losses.loss  # the module of `reduce_values` and `apply_mask`
 
 def use_global_seeds(generator: Any) -> None:
     """Have Keras draw random numbers without `seed=` from a generator in this thread; from a new one if it is None."""
-    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+    global_state.set_global_attribute("global_seed_generator", generator)  # Keras 3.12 has no constant for the name
 
 
 def global_seed_generator() -> Any:

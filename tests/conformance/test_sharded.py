@@ -91,7 +91,7 @@ def test_a_spare_that_rehearsed_alone_takes_a_part(pool: Pool, name: str, alone:
     whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
         spare, rehearsal = world.ranks[1], Generation(token=0, number=0)
-        peer = Peer(rank=0, address=spare.call("reserve", rehearsal, "worker"))
+        peer = Peer(rank=0, address=spare.call("reserve", "worker"))
         spare.call("form", Group(generation=rehearsal, rank=0, peers=(peer,)))
         assert spare.call("build", world.spec, world.plan).pieces == alone
         spare.call("warm", feeds[0][1])

@@ -217,6 +217,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     yield made
     assert made.after(RuntimeError("no head")) == Noted(text="cannot read which nodes the cluster is starting: no head")
     made.seen.put(RuntimeError("no head"))  # reported once
+    made.lookout.on(Formed())
     assert made.after(PendingNodes(asked={"more": 3})) == Noted(text="the cluster starts 3 nodes (3 more asked for)")
     made.lookout.close()
 

@@ -117,7 +117,7 @@ def test_a_rank_that_waits_for_no_other_ends_between_two_batches(
     worker = scripted_worker(monkeypatch, job)
     join(worker)
     heal(worker)
-    with pytest.raises(PeerLost, match=r"generation 1\.1 is over"):
+    with pytest.raises(PeerLost, match=r"rendezvous epoch 1\.1 has ended"):
         worker.run(RunRequest(steps=range(8))) if verb == "run" else worker.evaluate(EvaluateRequest(step=0))
     assert done == [0, 1] and worker.held[1] == (2 if verb == "run" else 0)
     worker.close()

@@ -108,7 +108,7 @@ class Served:
 
     def _reserve(self, one: Rank, role: Role) -> Address:
         one.call("open", self.plan)
-        address: Address = one.call("reserve", GENERATION, role)
+        address: Address = one.call("reserve", role)
         return address
 
     def _enter(self, one: Rank, rank: int, device: str = "cpu") -> None:
