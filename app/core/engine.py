@@ -23,6 +23,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, PeakMemory, StepReport, copy_objects
 from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
 from trainwright.core.initial_weights import InitialWeights, WeightSource
+from trainwright.core.loss_api import step_keywords, with_step
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
@@ -287,7 +288,8 @@ class ModelSpec:
     # they train, make their updates in turn, as `step` yields their names and losses.
     optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     total_steps: int
-    # (outputs, targets) -> losses (samples,) or Terms; unused with `step`
+    # (outputs, targets) -> losses (samples,) or Terms; unused with `step`. Both get the keyword-only arguments `step`,
+    # completed steps, and `total_steps`, if they have them
     loss: Callable[[Any, Any], Any] | None = None
     # (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors
     step: Callable[[Any, Any], Any] | None = None
@@ -361,12 +363,26 @@ class ModelSpec:
                 "weight_average= needs a torch model and no parameter servers: leave it out; Keras' optimizers have "
                 "use_ema="
             )
+        if not capabilities.torch_training and (names := self._step_keywords):
+            given = "step=" if self.step else "loss="
+            problems.append(
+                f"{given} takes {names[0]}=, which needs a torch model and no parameter servers: leave it out, and "
+                "count steps in a variable of the model"
+            )
         if not capabilities.torch_training and not self.save_frozen:
             problems.append("save_frozen=False needs a torch model and no parameter servers: leave it out")
         if not capabilities.torch_training and self.initial_weights is not None:
             problems.append("initial_weights= needs a torch model and no parameter servers: load them in model()")
         if problems:
             raise JobError(problems)
+
+    def numbered(self, function: Callable[..., Any], step: int) -> Callable[..., Any]:
+        """Return the loss or step, or what calls it, with the numbers that it takes after `step` completed steps."""
+        return with_step(function, self._step_keywords, step, self.total_steps)
+
+    @functools.cached_property
+    def _step_keywords(self) -> tuple[str, ...]:
+        return step_keywords(self.step or self.loss)
 
     @property
     def epoch_steps(self) -> int:

@@ -424,7 +424,9 @@ class Job(_JobModel):
             torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
             functions take (targets, outputs). So does a function whose first parameter is called `y_true`, `true`,
             `truth`, `ground_truth`, `label(s)` or `target(s)`, or whose second is called `y_pred` or `y_hat`, or with
-            `(y, pred)`, `(y, logits)` or `(y, outputs)`. The same holds for metrics.
+            `(y, pred)`, `(y, logits)` or `(y, outputs)`. The same holds for metrics. Of a torch model, a loss or `step`
+            with keyword-only arguments `step` and `total_steps` gets the numbers of completed steps and of all steps;
+            state of its own would not be saved (`docs/training.md`).
         train: data set to train on, such as `tw.datasets.parquet("data/train")`, or a data set or loader of torch,
             Hugging Face or Ray Data.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.

@@ -1,4 +1,4 @@
-"""Loss functions: the order of their arguments, `tw.gather`, `tw.log`, and the columns of teacher outputs.
+"""Loss functions: their arguments, `tw.gather`, `tw.log`, and the columns of teacher outputs.
 
 No framework is imported: what belongs to Keras is recognized by the modules of its classes and functions.
 
@@ -50,7 +50,9 @@ def outputs_first(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     if is_keras_function(function) and hasattr(function, "reduction"):
         function = function.call  # type: ignore[attr-defined]  # of every `keras.losses.Loss`
         return lambda outputs, targets: function(targets, outputs)
-    return (lambda outputs, targets: function(targets, outputs)) if takes_targets_first(function) else function
+    if not takes_targets_first(function):
+        return function
+    return lambda outputs, targets, **numbers: function(targets, outputs, **numbers)
 
 
 def is_keras_function(function: Any) -> bool:
@@ -81,6 +83,32 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+
+
+# --- The number of the step -------------------------------------------------------------------------------------------
+
+
+def step_keywords(function: Any) -> tuple[str, ...]:
+    """Return which of `step` and `total_steps` a loss or step takes as keyword-only arguments that no partial sets."""
+    base: Any = inspect.unwrap(function)
+    fixed: set[str] = set()
+    while isinstance(base, functools.partial):
+        base, fixed = base.func, fixed | base.keywords.keys()
+    known = _parameters(base)
+    names = [name for name in ("step", "total_steps") if name in known and name not in fixed]
+    return tuple(name for name in names if known[name].kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def with_step(function: Callable[..., Any], names: Collection[str], step: int, total_steps: int) -> Callable[..., Any]:
+    """Return a loss or step with the numbers that it takes.
+
+    Args:
+        names: what `step_keywords` gives for it.
+        step: completed steps of the run.
+        total_steps: steps of the whole run.
+    """
+    numbers = {"step": step, "total_steps": total_steps}
+    return functools.partial(function, **{name: numbers[name] for name in names}) if names else function
 
 
 # --- `tw.gather` and `tw.log` -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.core.engine import Pad
 from trainwright.core.errors import JobError
 from trainwright.core.job import ColumnNames, Job
-from trainwright.core.loss_api import name_problems, teacher_column
+from trainwright.core.loss_api import name_problems, step_keywords, teacher_column
 from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets.data_source import TableSource
@@ -94,6 +94,8 @@ class Distillation(StrictModel):
         job, problems = self.student, []
         if job.training.step is not None:
             problems.append("student: step= makes its own loss: give the job loss=, inputs= and targets= instead")
+        if names := step_keywords(job.loss):
+            problems.append(f"student: loss= takes {names[0]}=, which a distillation does not give: leave it out")
         if job.tensorflow.run == "fit":
             problems.append(
                 'student: run="fit" is Keras\' own step: leave it out, and give the job loss= and optimizer='

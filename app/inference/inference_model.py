@@ -217,6 +217,11 @@ def trained_plan(job: Job) -> Plan | None:
     return plan if plan is None or plan.topology == "collective" else serving_plan(plan)
 
 
+def trained_steps(job: Job) -> int:
+    """Return the steps of the whole run, as it was last started; 1 where that is not known. Raises StorageError."""
+    return read_run_summary(open_store(job.storage), job.name).start.total_steps or 1
+
+
 def serving_plan(plan: Plan) -> Plan | None:
     """Return a plan of replicas on as many workers, or of one. Any layout can load a checkpoint."""
     for name, data in (("data_parallel", plan.mesh.data), ("one_device", 1), ("tf_one_device", 1)):

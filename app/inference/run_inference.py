@@ -23,7 +23,13 @@ from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.driver.messages import Decoding, PredictRequest
-from trainwright.inference.inference_model import plan_on_cluster, single_replica, split_into_feeds, trained_plan
+from trainwright.inference.inference_model import (
+    plan_on_cluster,
+    single_replica,
+    split_into_feeds,
+    trained_plan,
+    trained_steps,
+)
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
@@ -49,7 +55,9 @@ def _evaluate_on(plan: Plan, job: Job, step: CheckpointChoice, verbose: bool) ->
 
     def ranked(checkpoint: CheckpointRef) -> dict[str, float]:
         base = base_weights(job)
-        with ShardedModel(judged, plan, store, checkpoint, train=index, evaluate=index, base=base) as ranks:
+        with ShardedModel(
+            judged, plan, store, checkpoint, train=index, evaluate=index, base=base, total_steps=trained_steps(job)
+        ) as ranks:
             return compute_states(ranks.evaluate()).means()
 
     return load_newest(job, step, ranked)
@@ -59,7 +67,8 @@ def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     """Evaluate in this process on one device. The number of threads stays as it is."""
     alone, index, plan = _local_plan(job, job.evaluate)
     sample = partial(first_batch, job.evaluate, index, job.columns)
-    engine = single_rank_engine(alone.model_spec(1, sample, weights=base_weights(job)), plan, guest=True)
+    spec = alone.model_spec(trained_steps(job), sample, weights=base_weights(job))
+    engine = single_rank_engine(spec, plan, guest=True)
     with_checkpoint(job, step, engine.load)
     stream = BatchLoader(
         job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, **job.ordering(evaluate=True)

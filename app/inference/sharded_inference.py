@@ -61,6 +61,7 @@ class ShardedModel:
         evaluate: index of `job.evaluate`, to evaluate on.
         outputs: names of the outputs to return; empty for all.
         base: files of the parameters that the checkpoint does not hold; None where it holds all.
+        total_steps: of the run of the checkpoint, for a loss that takes it.
         note: called with the layout, and with problems that were repaired.
     """
 
@@ -75,13 +76,14 @@ class ShardedModel:
         evaluate: Index | None = None,
         outputs: tuple[str, ...] = (),
         base: WeightSource | None = None,
+        total_steps: int = 1,
         note: Callable[[str], object] = _print_line,
     ) -> None:
         self._plan, self._job, self._checkpoint, self._note = plan, job, checkpoint, note
         served = job.replace(drop_last=False)  # or a few rows would be no batch
         order = WorkerConfig(
             job=pickle_job(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
-            outputs=outputs, weights=base,
+            outputs=outputs, weights=base, total_steps=total_steps,
         )  # fmt: skip
         self._config, self._evaluated = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))

@@ -17,6 +17,7 @@ from trainwright.core.errors import JobError, MissingFramework, ResourceError, U
 from trainwright.core.frameworks import load_module, missing_framework
 from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
+from trainwright.core.loss_api import step_keywords, with_step
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.dataset import Dataset, Index, first_batch
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
@@ -44,8 +45,11 @@ def profile_job(job: Job, dataset: Dataset, index: Index, weights: WeightSource 
     model = build_model(job.model)
     if weights is not None and framework_of(model) == "torch":
         profiler_of(model).check_weights(model, weights)
+    step = job.training.step
+    if step is not None:
+        step = with_step(step, step_keywords(step), 0, 1)
     profile: ModelProfile = profiler_of(model).profile_model(
-        model, sample, job.arguments, keywords=job.keywords, step=job.training.step
+        model, sample, job.arguments, keywords=job.keywords, step=step
     )
     if isinstance(job.loss, DistillationLoss):
         profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))

@@ -188,7 +188,7 @@ class Worker:
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
             row = partial(self._order.first_row, self._job)
-            total_steps = self._feeds.training.schedule.total_steps
+            total_steps = self._order.total_steps or self._feeds.training.schedule.total_steps
             spec = self._job.model_spec(total_steps, row, validation, self._order.weights)
             gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)

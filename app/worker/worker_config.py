@@ -128,6 +128,8 @@ class WorkerConfig:
     row: Batch | None = None  # one of the training set, where a worker should not open what computes it
     weights: WeightSource | None = None  # opened files of `initial_weights`; None where a checkpoint brings all weights
 
+    total_steps: int | None = None  # of the run; None for those of the training set
+
     def first_row(self, job: Job) -> Batch:
         """Return a row of the training set."""
         return self.row or first_batch(job.train, self.train, job.columns)

@@ -13,6 +13,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.data import least_resources
 from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
+from trainwright.core.loss_api import step_keywords
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import SUMMED_BY, Mesh, Plan, PlanConstraints, WorkerResources, tensor_workers
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
@@ -307,6 +308,8 @@ def _torch_option(job: Job) -> str:
         return "weight_average="
     if job.training.initial_weights is not None:
         return "initial_weights="
+    if names := step_keywords(job.training.step or job.loss):
+        return f"the argument {names[0]}= of {'step=' if job.training.step else 'loss='}"
     if job.tensorflow.callbacks is not None and job.tensorflow.run == "step":
         return "callbacks="
     return "" if job.checkpointing.save_frozen else "save_frozen=False"

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import trainwright as tw
+from tests.support.conformance import torch_case
 from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Attentive, Run, assert_near, bent
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.problems import CLASSES, FEATURES
@@ -56,8 +57,14 @@ def by_kind(named_parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": kinds[True]}, {"params": kinds[False], "weight_decay": 0.0}], lr=0.05)
 
 
+def annealed(outputs: torch.Tensor, targets: torch.Tensor, *, step: int, total_steps: int) -> torch.Tensor:
+    """A loss whose weight grows with the step."""
+    values: torch.Tensor = torch_case.cross_entropy(outputs, targets)
+    return values * (step + 1) / total_steps
+
+
 SCHEDULED = replace(
-    JOB, model=partial(Attentive, dropout=0.0), optimizer=by_kind,
+    JOB, loss=annealed, model=partial(Attentive, dropout=0.0), optimizer=by_kind,
     schedule=partial(OneCycleLR, max_lr=[0.05, 0.02]), total_steps=8, epochs=4,
     weight_average=tw.WeightAverage(start=1),
 )  # fmt: skip

@@ -122,6 +122,21 @@ data = tw.datasets.table({"image": np.zeros((16, 4), "float32"), "label": np.ara
     "class Gan(nn.Module): ...\n",
     ("docs/training.md", 3): "make_grid = lambda images: images",
     ("docs/training.md", 6): _PROGRAMS,
+    ("docs/training.md", 7): """
+class Coder(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 6)
+    def forward(self, x):
+        return super().forward(x).split(2, 1)
+reconstruction = lambda decoded, targets: (decoded - targets[:, None]).square().mean(1)
+divergence = lambda mean, log_variance: (mean.square() + log_variance.exp() - log_variance - 1).sum(1) / 2
+""",
+    ("docs/training.md", 8): """
+tried(job.replace(model=Coder))
+build_network = lambda: nn.Linear(4, 10)
+distance = lambda logits, center: (logits - center).square().mean(1)
+""",
+    ("docs/training.md", 9): "tried(job)",
     ("docs/tuning.md", 0): _NAMED,
     ("docs/watching.md", 1): """
 from torch.distributions import Categorical

@@ -186,6 +186,8 @@ def test_overrides_of_a_distillation_reach_the_students_job_and_the_loss(tmp_pat
     assert all(text in str(caught.value) for text in ("'temperature'", "loss.epochs", "field=value"))
     with pytest.raises(JobError, match="temperature="):
         load_distillation(str(file), ["temperature=-1"])
+    with pytest.raises(JobError, match="student: loss= takes step=, which a distillation does not give"):
+        found.replace(student=student.replace(loss=lambda outputs, targets, *, step: outputs))
 
 
 RECIPE = """

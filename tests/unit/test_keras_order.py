@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.loss_api import has_sum_reduction, outputs_first, takes_targets_first
+from trainwright.core.loss_api import has_sum_reduction, outputs_first, step_keywords, takes_targets_first, with_step
 
 
 def as_keras(y_true: Any, y_pred: Any) -> Any:
@@ -107,6 +107,37 @@ def test_outputs_come_first_otherwise(function: Callable[..., Any]) -> None:
 
 def test_in_order_gives_outputs_first_otherwise() -> None:
     assert outputs_first(documented)("outputs", "targets") == ("outputs", "targets")
+
+
+def numbered(outputs: Any, targets: Any, *, step: int, total_steps: int = 9) -> Any:
+    return step, total_steps
+
+
+class NumberedModule(Module):
+    def forward(self, y_true: Any, y_pred: Any, *, step: int = 0) -> Any:
+        return y_true, y_pred, step
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (numbered, ("step", "total_steps")),
+        (functools.partial(numbered, step=3), ("total_steps",)),
+        (functools.partial(NumberedModule(), temperature=2.0), ("step",)),
+        (functools.wraps(numbered)(lambda *given, **named: given), ("step", "total_steps")),
+        (lambda outputs, targets, step: step, ()),
+        (open_ended, ()),
+        (max, ()),
+        (None, ()),
+    ],
+)
+def test_a_loss_takes_the_step_where_it_is_a_keyword_that_no_partial_sets(function: Any, names: Any) -> None:
+    assert step_keywords(function) == names
+
+
+def test_a_loss_in_keras_order_takes_the_step_too() -> None:
+    function = with_step(outputs_first(NumberedModule()), step_keywords(NumberedModule()), 5, 9)
+    assert function("outputs", "targets") == ("targets", "outputs", 5)
 
 
 def test_only_a_loss_of_keras_is_summed() -> None:

@@ -21,6 +21,7 @@ from trainwright.inference.inference_model import (
     single_replica,
     split_into_feeds,
     trained_plan,
+    trained_steps,
 )
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
@@ -75,9 +76,9 @@ def test_the_plan_that_was_told_last_counts(tmp_path: Path) -> None:
     first, last = plan(Mesh(data=2)), plan(Mesh(pipeline=2), cuts=("a",), schedule="1f1b")
     with EventLog(open_store(str(tmp_path)), "n") as journal:
         journal.open(1)
-        journal.write(RunStarted(run="n", token=1, plan=asdict(first)))
+        journal.write(RunStarted(run="n", token=1, plan=asdict(first), total_steps=9))
         journal.write(Probed(plan=asdict(last), name=last.name))
-    assert trained_plan(job(tmp_path)) == last
+    assert trained_plan(job(tmp_path)) == last and trained_steps(job(tmp_path)) == 9
 
 
 def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> None:

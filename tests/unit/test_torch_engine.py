@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,85 @@ def test_a_step_of_ones_own_gets_all_columns() -> None:
     assert set(seen) == {"x", "y", "w"}
     assert report.weight == 24.0
     assert engine.evaluate_step(feed(batch(w=np.ones(12)))).totals["loss"][1] == 12.0
+
+
+class Annealed:
+    """A loss whose weight grows with the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, y_true: torch.Tensor, y_pred: torch.Tensor, *, step: int, total_steps: int) -> torch.Tensor:
+        self.seen.append((step, total_steps))
+        return loss(y_pred, y_true) * min(1.0, (step + 1) / 3)
+
+    def as_step(self, model: nn.Module, columns: Any, *, step: int, total_steps: int) -> torch.Tensor:
+        return self(columns["y"], model(columns["x"]), step=step, total_steps=total_steps)
+
+    def in_turn(self, model: nn.Module, columns: Any, *, step: int, total_steps: int) -> Any:
+        for name in ("first", "second"):
+            yield name, self.as_step(model, columns, step=step, total_steps=total_steps)
+
+
+@pytest.mark.parametrize("how", ["loss", "step", "in turn", "closure"])
+def test_a_loss_or_step_gets_the_number_of_its_step(how: str) -> None:
+    """In micro-batches, a warm-up, evaluations, of a loaded state too, and each call of an optimizer's closure."""
+    annealed = Annealed()
+    changes: dict[str, Any] = {"loss": annealed}
+    if how in ("step", "in turn"):
+        function = annealed.as_step if how == "step" else annealed.in_turn
+        changes = {"loss": None, "step": function, "inputs": (), "targets": ()}
+    if how == "in turn":
+        changes["optimizer"] = {"first": adam, "second": adam}
+    if how == "closure":
+        changes["optimizer"] = lambda parameters: torch.optim.LBFGS(parameters, max_iter=3)
+    engine, halves = one_device(spec(**changes, total_steps=7)), (batch(6), batch(6))
+    engine.warm(feed(*halves, step=4))
+    assert {*annealed.seen} == {(4, 7)}
+    for step in range(2):
+        annealed.seen.clear()
+        report = engine.train_step(feed(*halves, step=step))
+        assert {*annealed.seen} == {(step, 7)}
+        assert how == "closure" or len(annealed.seen) == (4 if how == "in turn" else 2)
+    loaded = one_device(spec(**changes, total_steps=7))
+    loaded.load(saved(engine))
+    for each in (engine, loaded):
+        annealed.seen.clear()
+        each.evaluate_step(feed(batch(), step=9))
+        assert {*annealed.seen} == {(2, 7)}
+    assert report.loss > 0
+
+
+class Centered(nn.Module):
+    """A loss that subtracts the running mean of the outputs."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center = self.center.lerp(outputs.detach().mean(0), self.rate)
+        return loss(outputs - self.center, targets)
+
+
+class Holding(Net):
+    """Holds the loss, so that its buffers are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Centered(0.1)
+
+
+def test_a_loss_with_a_buffer_that_changes_is_refused_unless_the_model_holds_it() -> None:
+    for changing in (Centered(0.1), partial(Centered(0.1))):
+        with pytest.raises(JobError, match=r"buffer 'center' of loss=Centered.* changes.*: hold it in the model"):
+            one_device(spec(loss=changing)).warm(feed())
+    model = Holding()
+    for kept in (Centered(0.0), Centered(0.1).eval()):
+        one_device(spec(loss=kept)).warm(feed())
+    one_device(spec(model=lambda: model, loss=model.loss)).warm(feed())
 
 
 def test_warm_keeps_every_bit_and_the_batch() -> None:

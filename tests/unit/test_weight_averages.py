@@ -137,11 +137,19 @@ def test_an_optimizer_with_an_average_of_its_own_is_refused() -> None:
         one_device(spec(optimizer=pytorch_optimizer.ScheduleFreeAdamW))
 
 
-def test_parameter_servers_and_keras_refuse_it() -> None:
+def numbered(outputs: Any, targets: Any, *, step: int) -> Any:
+    return outputs
+
+
+def test_parameter_servers_and_keras_refuse_it_and_a_loss_that_takes_the_step() -> None:
     with pytest.raises(PlanError, match="its servers do not have weight_average="):
         decide(weight_average=EMA, strategy="parameter_server", workers=2)
     with pytest.raises(PlanError, match="weight_average= is for torch models"):
         decide(profile=replace(PROFILE, framework="tensorflow"), weight_average=EMA)
+    with pytest.raises(PlanError, match="the argument step= of loss= is for torch models"):
+        decide(profile=replace(PROFILE, framework="tensorflow"), loss=numbered)
+    with pytest.raises(PlanError, match="its servers do not have the argument step= of loss="):
+        decide(loss=numbered, strategy="parameter_server", workers=2)
 
 
 def test_the_planner_counts_its_copies() -> None:

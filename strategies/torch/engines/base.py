@@ -227,9 +227,12 @@ class TorchEngine(_ReplicaEngine):
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics, and update those with state."""
-        self.replica.begin_evaluation()
-        with self.replica.averaged(), self._evaluating(feed) as through:
-            return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through, states))
+        replica = self.replica
+        replica.begin_evaluation()
+        with replica.averaged(), self._evaluating(feed) as through:
+            return self._guarded(
+                lambda: evaluation.evaluate(replica.model, self._caller(), feed, replica.step or 0, through, states)
+            )
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows, on the first rank of each tensor-parallel group."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -163,7 +163,9 @@ class Sharded(ShardedModelEngine):
         super()._drop_model()
 
     def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        step = None if spec.step is None else partial(_run_step_with_freezing, spec.step)
+        step = spec.step
+        if step is not None:  # its keyword-only arguments are those of the job's
+            step = update_wrapper(partial(_run_step_with_freezing, step), step, updated=())
         replica = super()._build_replica(replace(spec, step=step), plan)
         self._calls = _BlockCalls(replica.model, replica.names)
         return replica
@@ -255,10 +257,10 @@ class Sharded(ShardedModelEngine):
                 change(True)
 
 
-def _run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
+def _run_step_with_freezing(step: Callable[..., Any], model: nn.Module, batch: Any, **numbers: int) -> Any:
     """Run a step of the job's own, which may freeze parameters, whether they are gathered at that moment or not."""
     try:
-        return step(model, batch)
+        return step(model, batch, **numbers)
     finally:
         for module in fsdp_modules(model):
             keep_requires_grad(module)

@@ -244,5 +244,5 @@ def choose_layers(spec: ModelSpec, plan: Plan, model: nn.Module, degree: int, wh
     assert spec.sample is not None, "a job has a sample"
     found = JobFunctions.on_host(spec, plan, where).tensors(spec.sample())
     given = found if spec.step else {name: found[name] for name in spec.inputs}
-    call = spec.inputs, spec.keywords
-    return plan_layers(model, given, call, spec.step, degree, where, named=spec.tensor_plan, sequence=plan.sequence)
+    call, step = (spec.inputs, spec.keywords), None if spec.step is None else spec.numbered(spec.step, 0)
+    return plan_layers(model, given, call, step, degree, where, named=spec.tensor_plan, sequence=plan.sequence)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainwright.core import random_state
 from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.loss_api import gather_with
+from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
 from trainwright.strategies.torch.torch_errors import TorchUserCode
@@ -31,10 +33,11 @@ GroupFactory = Callable[[], ProcessGroup]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How a global batch is divided: data ranks, and micro-batches of each."""
+    """How a global batch is divided: data ranks, and micro-batches of each; and its step."""
 
     ranks: int = 1
     micro_batches: int = 1
+    step: int = 0  # completed steps of the run
 
     @property
     def whole(self) -> bool:
@@ -139,6 +142,33 @@ def untrained_problems(loss: Any, model: nn.Module) -> list[str]:
         f"parameter {names[0]!r} of loss={type(loss).__name__}(...) requires a gradient, and only parameters of the "
         "model are trained: hold it in the model, or freeze it with requires_grad_(False)"
     ]
+
+
+@contextmanager
+def unchanged_buffers(what: str, function: Any, model: nn.Module, where: str) -> Iterator[None]:
+    """Raise JobError where a call in this context changes a buffer of a loss or step, which the model does not hold."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, nn.Module):
+        yield
+        return
+    own = {*model.buffers()}
+    saved = {name for name, buffer in function.named_buffers() if buffer in own}
+
+    def found() -> dict[str, int]:
+        held = {name: buffer for name, buffer in function.named_buffers() if name not in saved}
+        return dict(zip(held, digests(held.values()), strict=True))
+
+    before = found()
+    yield
+    changed = [name for name, digest in found().items() if before.get(name) != digest]
+    if changed:
+        problem = (
+            f"buffer {changed[0]!r} of {what}{type(function).__name__}(...) changes when it is called, and is neither "
+            "saved nor equal on all ranks: hold it in the model, as a buffer that its forward updates while training; "
+            "or call eval() on the module, where the buffer should stay as it is"
+        )
+        raise JobError([problem], where=where)
 
 
 # --- torch's own losses -----------------------------------------------------------------------------------------------

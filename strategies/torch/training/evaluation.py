@@ -33,12 +33,14 @@ def evaluate(
     model: nn.Module,
     caller: JobFunctions,
     feed: Feed,
+    step: int,
     through: OutputsOf | None = None,
     states: MetricStates | None = None,
 ) -> MetricSums:
     """Return weighted sums and weights of the loss, of each metric and logged value over the feed, in float64.
 
     Args:
+        step: completed steps of the model.
         through: runs a model that is on several ranks; by default it is called.
         states: metrics with state, which are updated.
 
@@ -51,6 +53,7 @@ def evaluate(
     caller = dataclasses.replace(caller, record=lambda name, terms: logged.append((name, terms)))
     with evaluation_mode(model), torch.no_grad():
         for batch, layout in _batches(feed):
+            layout = dataclasses.replace(layout, step=step)  # that of the feed counts batches of the evaluation set
             found = [*_terms(model, caller, batch.counted(), layout, through, states or {})]
             for name, (values, weights) in (*found, *logged):
                 names.append(name)

@@ -46,6 +46,7 @@ from trainwright.strategies.torch.training.batch_losses import (
     check_divisible,
     per_sample,
     to_device,
+    unchanged_buffers,
 )
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
@@ -135,7 +136,7 @@ class JobFunctions:
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """Return the loss terms of a micro-batch, sample weights included; weights never require a gradient."""
-        step = self.spec.step
+        step = None if self.spec.step is None else self.spec.numbered(self.spec.step, layout.step)
         with self.precision(), self.saved_tensor_context():
             if not step:
                 return self.loss_of(self.outputs(model, columns), columns, batch, layout)
@@ -156,7 +157,7 @@ class JobFunctions:
         assert self.spec.step is not None, "several optimizers need step="
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode("step=", self.where):
-            yielded = self.spec.step(model, dict(columns))
+            yielded = self.spec.numbered(self.spec.step, layout.step)(model, dict(columns))
         if not inspect.isgenerator(yielded):
             problem = f"step= returned {type(yielded).__name__}, and the job has several optimizers: {_YIELD}"
             raise JobError([problem], where=self.where)
@@ -193,7 +194,8 @@ class JobFunctions:
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """Return the loss terms of given outputs."""
-        return self._terms("loss=", self._functions["loss="], outputs, self.targets(columns), batch, layout)
+        function = self.spec.numbered(self._functions["loss="], layout.step)
+        return self._terms("loss=", function, outputs, self.targets(columns), batch, layout)
 
     @cached_property
     def mean_metrics(self) -> frozenset[str]:
@@ -421,11 +423,13 @@ class Objective(nn.Module):
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Refuse, inside this context, a loss that would depend on how the batch is divided, where it is."""
-        caller = self.caller
+        """Refuse, inside this context, a loss with state, or one that would depend on how the batch is divided."""
+        caller, spec = self.caller, self.caller.spec
         self.caller = replace(caller, checking=True)
         try:
-            yield
+            what, function = ("step=", spec.step) if spec.step else ("loss=", spec.loss)
+            with unchanged_buffers(what, function, self.model, caller.where):
+                yield
         finally:
             self.caller = caller
 

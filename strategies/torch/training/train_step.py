@@ -237,7 +237,7 @@ def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]
 
 def batch_layout(feed: Feed) -> BatchLayout:
     """Return how the global batch is divided."""
-    return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
+    return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]), step=feed.step)
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:

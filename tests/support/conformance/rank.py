@@ -89,14 +89,14 @@ class Faulty:
     """A loss that goes wrong once it is armed with the name of a fault, after a number of calls."""
 
     def __init__(self, loss: Any) -> None:
-        self.loss = loss
+        self.loss = self.__wrapped__ = loss  # whose parameters are looked at
         self.arm("")
 
     def arm(self, fault: str, after: int = 0) -> None:
         self.fault, self.left = fault, after
 
-    def __call__(self, outputs: Any, targets: Any) -> Any:
-        result = self.loss(outputs, targets)
+    def __call__(self, outputs: Any, targets: Any, **numbers: int) -> Any:
+        result = self.loss(outputs, targets, **numbers)
         self.left -= 1
         return getattr(self, self.fault)(result) if self.fault and self.left < 0 else result
 
