@@ -115,7 +115,7 @@ class Training(_OptionGroup):
         initial_weights: folder or file of safetensors, local or `s3://` and others, that the weights of a torch model
             are loaded from before the first step; or a `tw.InitialWeights`. See `docs/training.md`.
         weight_average: `tw.WeightAverage(decay=0.999)`: an average of the parameters (EMA, or SWA) of a torch model,
-            which is evaluated, loaded and exported in their place.
+            which is evaluated, loaded and exported in their place. An EMA has a warm-up.
         clip_norm: largest global gradient norm.
         accumulation: micro-batches of a worker in one step; by default as few as fit its memory.
         precision: `fp32` keeps the model's own types, `bf16` computes under autocast, and `fp16` (torch) scales losses

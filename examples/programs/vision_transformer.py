@@ -57,7 +57,7 @@ def job(shuffle: bool = True) -> tw.Job:
         batch_size=16,
         epochs=3,
         shuffle=shuffle,
-        weight_average=tw.WeightAverage(decay=0.9),
+        weight_average=tw.WeightAverage(decay=0.9, warmup=False),
     )
 
 

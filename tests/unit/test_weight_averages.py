@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,10 @@ from trainwright.planning.profiler import profile_job
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, take_weights
 
 EMA = tw.WeightAverage(decay=0.9)
-LATE = tw.WeightAverage(decay=0.5, start=2, every=2)  # of epochs of three steps
+STEADY = tw.WeightAverage(decay=0.9, warmup=False)
+LATE = tw.WeightAverage(
+    decay=0.2, start=2, every=2
+)  # of epochs of three steps; its warm-up ends with the second update
 SWA = tw.WeightAverage(decay=None, start=1, every=3)
 
 
@@ -37,12 +41,15 @@ def job(average: tw.WeightAverage | None) -> Any:
 def plain(average: tw.WeightAverage) -> dict[str, torch.Tensor]:
     """The average by torch's own class, beside the same training without one."""
     engine = one_device(job(None))
-    begin = average.start * 3
-    decay, mean = average.decay, None
+    begin, mean = average.start * 3, None
+
+    def rule(old: torch.Tensor, new: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        decay = min(average.decay or 0.0, (1 + int(count)) / (10 + int(count)) if average.warmup else 1.0)
+        return old * decay + new * (1 - decay)
+
     for step in range(13):
         if step == begin:
-            rule = None if decay is None else lambda old, new, count: old * decay + new * (1 - decay)
-            mean = AveragedModel(engine.replica.model, avg_fn=rule)
+            mean = AveragedModel(engine.replica.model, avg_fn=None if average.decay is None else rule)
             mean.update_parameters(engine.replica.model)
         elif mean is not None and (step - begin) % average.every == 0:
             mean.update_parameters(engine.replica.model)
@@ -52,7 +59,7 @@ def plain(average: tw.WeightAverage) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in mean.module.named_parameters()}
 
 
-@pytest.mark.parametrize("average", [EMA, LATE, SWA], ids=["ema", "late", "swa"])
+@pytest.mark.parametrize("average", [EMA, STEADY, LATE, SWA], ids=["ema", "steady", "late", "swa"])
 def test_an_average_is_that_of_torch_and_goes_on_bit_by_bit(average: tw.WeightAverage) -> None:
     unbroken = trained(one_device(job(average)))
     files = saved(unbroken)
@@ -122,6 +129,14 @@ def test_before_it_begins_and_without_one_in_the_checkpoint_the_parameters_count
     assert early.evaluate_step(feed()) == never.evaluate_step(feed())
     resumed = loaded(EMA, saved(never))
     assert resumed.evaluate_step(feed()) == never.evaluate_step(feed())
+
+
+def test_the_first_weights_do_not_last_in_a_short_run() -> None:
+    def first(average: tw.WeightAverage) -> float:
+        return math.prod(1 - average.share(step, 100) for step in range(1, 501))
+
+    assert first(tw.WeightAverage()) < 1e-9
+    assert first(tw.WeightAverage(warmup=False)) == pytest.approx(0.999**500)
 
 
 @pytest.mark.parametrize(
