@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -56,6 +56,7 @@ from trainwright.strategies.tensorflow.training.train_state import (
 )
 
 _LOSS = "loss"
+_KEPT_STEPS = 16  # compiled for as many numbers of rows: skipped rows make many; each takes the memory of a graph
 
 
 class CompiledModel:
@@ -89,6 +90,7 @@ class CompiledModel:
         self.callbacks: Sequence[Any] = ()
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
         self.model = build_model(spec, strategy, plan, caller)
+        self._steps = _StepsByRows(self.model, strategy)
         self.unseeded = global_seed_generator()
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
@@ -104,6 +106,7 @@ class CompiledModel:
             given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
             self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
+            self.model.test_function = None  # whose trace of one row a callback's evaluation would share
             self._check_mask(spec.sample())
         elif spec.sample is not None:
             used = self._traced(spec.sample())
@@ -263,12 +266,12 @@ class CompiledModel:
     def train(self, data: Any) -> Any:
         """Return the logs of a step of training; `data` is what `distributed` returns. A callback can recompile it."""
         with _losses_by_batch(self.model):
-            return self.model.train_function(data)
+            return self._steps.get("train", data)(data)
 
     def test(self, data: Any) -> Any:
         """Return the logs of a step of evaluation; `data` is what `distributed` returns."""
         with _losses_by_batch(self.model):
-            return self.model.test_function(data)
+            return self._steps.get("test", data)(data)
 
     def wished(self, feed: Feed) -> bool:
         """Return whether a worker requested a stop in the last step."""
@@ -288,6 +291,42 @@ class CompiledModel:
     def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Keep the state of callbacks until they begin."""
         self.callbacks, self.callback_state = (), arrays
+
+
+class _StepsByRows:
+    """Keras' compiled steps, one for each number of rows of a batch.
+
+    A step of Keras' own keeps the traces of earlier batches: a second number of rows makes one of any number, which
+    TensorFlow optimizes in another way, and which all later batches use. So a resumed run would have other bits. A
+    callback that calls `model.evaluate` would share traces too.
+
+    Args:
+        model: the user's model.
+        strategy: that its steps run in.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._made: dict[str, tuple[Any, dict[int, Callable[[Any], Any]]]] = {}
+
+    def get(self, kind: Literal["train", "test"], data: Sequence[Any]) -> Callable[[Any], Any]:
+        """Return the step for as many rows as `data` has; `data` is what `CompiledModel.distributed` returns."""
+        name = f"{kind}_function"
+        own, made = getattr(self._model, name), self._made.get(name)
+        if made is None or made[0] is not own:  # a callback has had it compiled again
+            made = self._made[name] = own, {}
+        steps = made[1]
+        share = self._strategy.experimental_local_results(tf.nest.flatten(data[0])[0])[0]
+        rows = int(share.shape[0])
+        step = steps.pop(rows, None)
+        if step is None:
+            getattr(self._model, f"make_{name}")(force=True)
+            step = getattr(self._model, name)
+            setattr(self._model, name, own)
+        steps[rows] = step  # the last one is the one used last
+        if len(steps) > _KEPT_STEPS:
+            del steps[next(iter(steps))]
+        return step
 
 
 class _FitLoop:

@@ -82,6 +82,31 @@ def test_a_generator_that_no_layer_holds_is_refused() -> None:
         train(job(outside, optimizer=still, loss=keras.losses.MeanSquaredError()))
 
 
+# --- short batches ----------------------------------------------------------------------------------------------------
+
+
+def normed() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(16), layers.BatchNormalization(), layers.Dense(1, "sigmoid")]
+    )
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "binary_crossentropy")
+    return model
+
+
+def test_a_run_that_goes_on_with_a_short_batch_has_the_bits_of_one_that_was_not_interrupted() -> None:
+    rows = np.random.default_rng(0).normal(size=(60, 8)).astype("float32")
+    data = tw.datasets.table({"x": rows, "y": (rows[:, :1] > 0).astype("float32")})
+    given = job(normed, run="fit", train=data, batch_size=24)
+    whole = train(given)
+    for place in (2, 3):  # before the short batch, and after it
+        begun = train(given, steps=slice(0, place))
+        rest = train(given, begun.files, slice(place, None))
+        assert rest.losses == whole.losses[place:]
+        for own, other in zip(weights_of(normed(), rest), weights_of(normed(), whole), strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
 # --- learning rates ---------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +255,25 @@ def branched() -> keras.Model:
     model = keras.Model(inputs, [layers.Dense(1, name="a")(inputs), layers.Dense(1, name="b")(inputs)])
     model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"])
     return model
+
+
+def evaluating() -> list[Any]:
+    def evaluate(epoch: int, logs: Any) -> None:
+        own.model.evaluate(X[:BATCH], [Y[:BATCH]] * 2, batch_size=BATCH, verbose=0)
+
+    own = keras.callbacks.LambdaCallback(on_epoch_begin=evaluate)
+    return [own]
+
+
+def test_losses_of_outputs_do_not_depend_on_evaluations_of_a_callback() -> None:
+    data = tw.datasets.table({"x": X, "y": Y, "z": Y})
+    given = job(branched, run="fit", targets=("y", "z"), evaluate=data, callbacks=evaluating)
+    model = branched()
+    expected = model.fit(
+        X, [Y, Y], batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=(X, [Y, Y]),
+        validation_batch_size=BATCH,
+    ).history  # fmt: skip
+    assert train(given).means["a_loss"] == pytest.approx(expected["val_a_loss"][-1], rel=1e-6)
 
 
 def test_losses_of_outputs_are_those_of_fit_with_a_short_last_batch() -> None:

@@ -454,6 +454,19 @@ def test_a_model_may_take_the_number_of_rows_from_a_shape(outputs: int) -> None:
         np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6)
 
 
+def tiled() -> keras.Model:
+    model = Tiled()
+    model.compile(quick(None), "binary_crossentropy", weighted_metrics=["mae"])
+    return model
+
+
+def test_an_evaluation_with_weights_may_take_the_number_of_rows_from_a_shape() -> None:
+    given = job({"x": X, "y": Y, "w": WEIGHTS[:, 0]}, model=tiled, run="fit", sample_weight="w", epochs=1)
+    trained = train(given)
+    judged = trained.model.test_on_batch(X, Y, WEIGHTS[:, 0], return_dict=True)
+    assert trained.means == pytest.approx(judged, rel=1e-6)
+
+
 class Scaled(Tiled):
     """For any number of rows."""
 
