@@ -31,6 +31,7 @@ from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_draw
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import (
+    compiled_parts,
     global_seed_generator,
     keras_mask,
     loss_functions,
@@ -183,15 +184,13 @@ class CompiledModel:
 
     @contextmanager
     def _building_once(self) -> Iterator[None]:
-        """Let optimizers of the model make their variables once for all replicas within the block."""
-        unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
-        for optimizer in unbuilt if self.strategy.num_replicas_in_sync > 1 else ():
-            object.__setattr__(optimizer, "build", partial(_build_once, optimizer.build))
-        try:
+        """Let optimizers, metrics and losses make their variables once for all replicas within the block."""
+        parts = (*self.optimizers, *compiled_parts(self.model))
+        several = self.strategy.num_replicas_in_sync > 1
+        with ExitStack() as stack:
+            for part in (each for each in parts if several and not each.built):
+                stack.enter_context(replaced(part, "build", partial(_build_once, part.build)))
             yield
-        finally:
-            for optimizer in unbuilt:
-                optimizer.__dict__.pop("build", None)
 
     @property
     def _eager(self) -> bool:
@@ -632,12 +631,15 @@ def _updated(update: Callable[[Any], Any], values: Any, sample_weight: Any = Non
     return update(values)
 
 
-def _build_once(build: Callable[[Any], None], variables: Any) -> None:
-    """Call an optimizer's build outside all replicas and graphs, once all replicas have reached it."""
+def _build_once(build: Callable[..., None], *args: Any) -> None:
+    """Call a `build` outside all replicas and graphs, once all replicas have reached it, with the first one's values.
+
+    Those of metrics and losses are tensors, of which it reads the shapes alone.
+    """
 
     def merged(strategy: tf.distribute.Strategy) -> None:
         with tf.init_scope(), strategy.scope():
-            build(variables)
+            build(*args)
 
     tf.distribute.get_replica_context().merge_call(merged)
 

@@ -63,6 +63,11 @@ def keras_mask(value: Any) -> Any:
     return getattr(value, "_keras_mask", None)
 
 
+def compiled_parts(model: Any) -> list[Any]:
+    """Return what a model holds of the metrics and the loss of `compile`: each has `built` and `build(y, outputs)`."""
+    return [part for part in (model._compile_metrics, model._compile_loss) if part is not None]
+
+
 @contextmanager
 def serialized_names() -> Iterator[dict[str, Any]]:
     """Yield a dict of the functions and classes that Keras serializes by name within the block."""

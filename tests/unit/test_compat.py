@@ -33,6 +33,7 @@ ATTRIBUTES = {
     "torch:operator": ("_overloadpacket", "_schema"),
     "torch:FSDPState": ("_get_fsdp_state",),
     "keras:Layer": ("_layers", "_flatten_layers", "_trainable_variables", "_deferred_dependencies"),
+    "keras:Model": ("_compile_loss", "_compile_metrics"),
     "keras:Dropout": ("_seed_generators",),
     "keras:Metric": ("_fn", "_fn_kwargs"),
     "keras:Optimizer": ("_all_reduce_sum_gradients", "_learning_rate"),
@@ -168,6 +169,7 @@ def keras_objects() -> dict[str, Any]:
 
     return {
         "Layer": keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
+        "Model": keras.Sequential(),
         "Dropout": keras.layers.Dropout(0.5),
         "Metric": keras.metrics.BinaryAccuracy(),
         "Optimizer": keras.optimizers.SGD(),

@@ -199,3 +199,32 @@ def test_a_gan_trains_on_two_devices_and_saves_what_its_optimizers_hold(pool: Po
     assert np.isfinite(trained.losses).all() and len(trained.losses) == 8
     assert [report.learning_rate for report in trained.reports] == pytest.approx([0.03] * 8)
     assert train(job(), trained.files, slice(7, 8)).losses
+
+
+class Computing(keras.Model):
+    """Its step computes the metrics of `compile`, as in Keras' guide."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return self.compute_metrics(x, y, outputs)
+
+
+def computing() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((WIDTH,))
+    model = Computing(inputs, [layers.Dense(WIDTH, name="a")(inputs), layers.Dense(WIDTH, name="b")(inputs)])
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"], metrics=[["mae"], ["mae"]])
+    return model
+
+
+def test_metrics_of_compile_are_made_once_for_two_devices(pool: Pool) -> None:
+    data = tw.datasets.table({"x": X, "y": X, "z": X})
+    given = job(model=computing, train=data, evaluate=data, targets=("y", "z"))
+    alone, two = train(given), train_mirrored(pool, given)
+    for own, other in zip(two.reports[3::4], alone.reports[3::4], strict=True):
+        assert own.logged.means() == pytest.approx(other.logged.means(), rel=1e-5)
+    assert two.means == pytest.approx(alone.means, rel=1e-5)
