@@ -117,6 +117,23 @@ class _WorkerSums:
         found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
         return found
 
+    @contextmanager
+    def own_seeds(self, seeds: Sequence[Any]) -> Iterator[list[Any]]:
+        """Have this worker draw numbers of its own within the block. Yield the states that the block has drawn from.
+
+        The list is complete after the block: the others are as before, and need no sum over workers.
+        """
+        offset = [self.rank * _SEED_STRIDE, 0]
+        for state in seeds:
+            state.assign_add(tf.constant(offset, state.dtype))
+        before, drawn = [_uses(state) for state in seeds], list[Any]()
+        yield drawn
+        for state, uses in zip(seeds, before, strict=True):
+            if uses is None or _uses(state) != uses:
+                drawn.append(state)
+            else:
+                state.assign_sub(tf.constant(offset, state.dtype))
+
     def _all_reduced(self, values: list[Any]) -> Any:
         """Return sums over all replicas: of copies, since the strategy asks for values with a device."""
         context, copies = tf.distribute.get_replica_context(), [tf.identity(value) for value in values]
@@ -239,13 +256,11 @@ class _CompiledOnWorkers(CompiledModel):
         """Run `train_step` or `test_step` with the metrics, gradients and other state of the whole batch."""
         sums, model = self._sums, self.model
         metrics = [each.value for each in model.metrics_variables]
-        kept, seeds = (self._kept, self.carried["seeds"]) if training else ([], [])
+        kept, own_seeds = (self._kept, self.carried["seeds"]) if training else ([], [])
         before = [tf.identity(each) for each in (*metrics, *kept)]
         for variable in metrics:
             variable.assign(tf.zeros_like(variable))
-        for variable in seeds:
-            variable.assign_add(tf.constant([sums.rank * _SEED_STRIDE, 0], variable.dtype))
-        with self._whole_losses(), self._whole_gradients():
+        with self._whole_losses(), self._whole_gradients(), sums.own_seeds(own_seeds) as seeds:
             logs = flat_logs(function(data))
         by_batch = self._by_batch
         found = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
@@ -418,6 +433,13 @@ def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return compiled(data)
 
     return call
+
+
+def _uses(variable: tf.Variable) -> int | None:
+    """Return how many operations of the current trace use a variable; None outside of traces."""
+    if tf.executing_eagerly():
+        return None
+    return len(tf.compat.v1.get_default_graph().capture(variable.handle).consumers())
 
 
 def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:

@@ -15,9 +15,11 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.programs.keras.engines import epochs, train_on_workers, weights_of
+from tests.programs.keras.engines import epochs, plan_of, spec_of, train_on_workers, weights_of
 from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError
+from trainwright.strategies.tensorflow.fit_workers import _CompiledOnWorkers, _WorkerSums
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 SIDE, CLASSES, BATCH = 8, 3, 16
 RANDOM = np.random.default_rng(0)
@@ -318,6 +320,56 @@ def test_a_step_of_its_own_with_its_own_means(pool: Pool, tmp_path: Path) -> Non
     fit_columns(model, "x", ("value",), tmp_path / "theirs")
     assert_logs(tmp_path / "ours", tmp_path / "theirs")
     assert_weights(weights_of(autoencoder(), trained), model.get_weights())
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Noise(layers.Layer):
+    """Adds numbers without a seed in a branch."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not (training and self.draws):
+            return inputs
+        return tf.cond(
+            tf.reduce_sum(inputs) > 0, lambda: inputs + keras.random.normal(tf.shape(inputs)), lambda: inputs
+        )
+
+
+class OwnSums(_WorkerSums):
+    """Of the second of two workers: its own values."""
+
+    def __init__(self) -> None:
+        super().__init__(tf.distribute.get_strategy(), 1, 2, None)
+        self.seeds = 0
+
+    def sum(self, values: Any) -> list[Any]:
+        found = [tf.convert_to_tensor(value) for value in values]
+        self.seeds += sum(not value.dtype.is_floating for value in found)
+        return found
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_only_the_seeds_that_a_step_draws_from_are_summed(draws: bool) -> None:
+    def noisy() -> keras.Model:
+        model = keras.Sequential([keras.Input((WIDTH,)), layers.Dropout(0.5), Noise(draws), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    given = job(noisy, train=tw.datasets.table(COLUMNS), targets="value", evaluate=None)
+    sums, spec = OwnSums(), spec_of(given, 2)
+    compiled = _CompiledOnWorkers(spec, plan_of(given), KerasCaller(spec=spec, where="rank 1"), sums)
+    compiled.make_functions()
+    dropped, unseeded = compiled.carried["seeds"]
+    before = unseeded.numpy()
+    compiled.train([(COLUMNS["x"], COLUMNS["value"])])
+    assert sums.seeds == 1 + draws
+    assert dropped.numpy().tolist() == [0, 0], "the sum of what the first worker has"
+    assert (unseeded.numpy() == before).all() != draws
 
 
 # --- decisions of callbacks -------------------------------------------------------------------------------------------
