@@ -231,12 +231,21 @@ class _CompiledOnWorkers(CompiledModel):
         return bool(self._sums.wished.numpy() > 0)
 
     def agree(self) -> None:
-        """Give all workers the learning rates of the first, and end the training if a callback of one of them did."""
+        """Give all workers the learning rates of the first, and end the training if a callback of one of them did.
+
+        Raises:
+            JobError: callbacks of some workers had the step compiled again: it may not be that of the others.
+        """
+        model, sums = self.model, self._sums
         rates = [float(each.learning_rate.numpy()) for each in self._rates]
-        told = [float(self.model.stop_training), *(rates if self._sums.rank == 0 else [0.0] * len(rates))]
-        (whole,) = self._sums.sum_now([tf.constant(told, tf.float64)])
-        stopped, *agreed = whole.numpy().tolist()
-        self.model.stop_training = stopped > 0
+        again = float(model.train_function is not self._train_from)
+        told = [float(model.stop_training), again, *(rates if sums.rank == 0 else [0.0] * len(rates))]
+        (whole,) = sums.sum_now([tf.constant(told, tf.float64)])
+        stopped, compiled, *agreed = whole.numpy().tolist()
+        if compiled not in (0, sums.size):
+            problem = f"a callback compiles the model's step again on {compiled:g} of {sums.size} workers"
+            raise JobError([f"{problem}: do it on all of them, in the same hook"], where=self.caller.where)
+        model.stop_training = stopped > 0
         for optimizer, rate, own in zip(self._rates, agreed, rates, strict=True):
             if rate != own:
                 optimizer.learning_rate = rate

@@ -407,6 +407,15 @@ def drifting() -> list[Any]:
     return [drifted]
 
 
+def recompiling() -> list[Any]:
+    def compile_again(epoch: int, logs: Any) -> None:
+        if rank() == 1:
+            own.model.make_train_function(force=True)
+
+    own = keras.callbacks.LambdaCallback(on_epoch_begin=compile_again)
+    return [own]
+
+
 class Largest(keras.metrics.Metric):
     """The largest value: no sum."""
 
@@ -431,9 +440,10 @@ def with_largest() -> keras.Model:
     ("fields", "said"),
     [
         ({"model": tutorial, "callbacks": drifting}, "the model of rank 1 is not that of rank 0 after step 1"),
+        ({"model": tutorial, "callbacks": recompiling}, "compiles the model's step again on 1 of 2 workers"),
         ({"model": with_largest}, "metric variable 'largest/most' is not a sum over batches"),
     ],
-    ids=["drift", "metric"],
+    ids=["drift", "compiled", "metric"],
 )
 def test_what_workers_cannot_do_is_said(pool: Pool, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
