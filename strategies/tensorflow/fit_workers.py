@@ -42,6 +42,7 @@ from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses,
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.gradient_rows import changed
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
 _WRITERS = (keras.callbacks.TensorBoard, keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
@@ -200,16 +201,16 @@ class _CompiledOnWorkers(CompiledModel):
         self._make_train_function()
         with replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
             model.make_test_function(force=True)
-        self._test, model.test_function = self._compiled(model.test_function), None
+        self._test, model.test_function = self._compiled("test_step()", model.test_function), None
 
     def _make_train_function(self) -> None:
         model = self.model
         with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
             model.make_train_function(force=True)
-        self._train_from, self._train = model.train_function, self._compiled(model.train_function)
+        self._train_from, self._train = model.train_function, self._compiled("train_step()", model.train_function)
 
-    def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return step if self.model.run_eagerly else _of_any_rows(step)
+    def _compiled(self, name: str, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return step if self.model.run_eagerly else _of_any_rows(step, _AnyRowsUserCode(name, self.caller.where))
 
     def train(self, data: Any) -> Any:
         """Return the logs of a step of all workers. It is compiled again after a callback made Keras' own again."""
@@ -429,8 +430,29 @@ class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):
     """FitMultiWorker at the addresses that TF_CONFIG in each worker's environment gives."""
 
 
-def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
+class _AnyRowsUserCode(TensorFlowUserCode):
+    """User code that is traced without the number of rows."""
+
+    @classmethod
+    def remedy(cls, error: BaseException) -> str:
+        """Return how to get the number of rows, for an error that its absence may have caused."""
+        if "None" not in str(error):
+            return super().remedy(error)
+        return (
+            "several workers trace a step once for any number of rows, so that `inputs.shape[0]` is None: take the "
+            "number of rows from tf.shape(inputs)[0] or keras.ops.shape(inputs)[0]"
+        )
+
+
+def _of_any_rows(step: Callable[[Any], Any], tracing: TensorFlowUserCode) -> Callable[[Any], Any]:
+    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes.
+
+    So all workers run one trace, and Keras counts the losses of several outputs once for each batch: see `_by_batch`.
+
+    Args:
+        step: a step of Keras.
+        tracing: names the step in errors of its trace.
+    """
     compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
     traced: list[Any] = []
 
@@ -438,7 +460,8 @@ def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         (data,) = batches
         if not traced:
             specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
-            traced.append(compiled.get_concrete_function(specs))
+            with tracing:
+                traced.append(compiled.get_concrete_function(specs))
         return compiled(data)
 
     return call

@@ -14,7 +14,7 @@ import tensorflow as tf
 import trainwright as tw
 from tests.programs.keras.engines import Trained, epochs, train, train_mirrored, train_on_workers, weights_of
 from tests.support.conformance.harness import Pool
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, UserCodeError
 
 ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
 RANDOM = np.random.default_rng(0)
@@ -460,11 +460,13 @@ def tiled() -> keras.Model:
     return model
 
 
-def test_an_evaluation_with_weights_may_take_the_number_of_rows_from_a_shape() -> None:
+def test_an_evaluation_with_weights_may_take_the_number_of_rows_from_a_shape(pool: Pool) -> None:
     given = job({"x": X, "y": Y, "w": WEIGHTS[:, 0]}, model=tiled, run="fit", sample_weight="w", epochs=1)
     trained = train(given)
     judged = trained.model.test_on_batch(X, Y, WEIGHTS[:, 0], return_dict=True)
     assert trained.means == pytest.approx(judged, rel=1e-6)
+    with pytest.raises(UserCodeError, match=r"(?s)train_step\(\) raised .*None.*tf.shape\(inputs\)\[0\]"):
+        train_on_workers(pool, given)
 
 
 class Scaled(Tiled):
