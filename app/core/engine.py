@@ -526,6 +526,9 @@ class Engine(Protocol):
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Send and receive state as decided; every member of the group calls it with the same moves."""
 
+    def check_unsaved(self) -> None:
+        """Raise JobError where what no checkpoint holds has changed since `build`. Called before a stored snapshot."""
+
     def snapshot(self) -> StateSnapshot:
         """Copy the state to host memory. Training may go on at once."""
 

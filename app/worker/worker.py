@@ -726,6 +726,8 @@ class StateCopies:
     def take(self, engine: Engine, wanted: SnapshotRequest) -> SnapshotTaken:
         """Copy the state to host memory; steps may continue at once."""
         begun = time.perf_counter()
+        if "upload" in wanted.verbs:
+            engine.check_unsaved()
         copy = engine.snapshot()
         self._snapshots.update(dict.fromkeys(wanted.verbs, (copy, engine.save)))
         return SnapshotTaken(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)

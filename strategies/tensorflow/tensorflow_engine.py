@@ -163,6 +163,10 @@ class TensorFlowEngine(ABC):
         self.replica.step = self.replica.step or 0
         return self._tag()
 
+    def check_unsaved(self) -> None:
+        """Do nothing: checkpoints hold all variables."""
+        return
+
     def snapshot(self) -> StateSnapshot:
         """Copy the state to host memory. Training can continue at once.
 

@@ -517,7 +517,10 @@ class Engine:
     """Copies a state of one file, or fails to."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
+        self._error, self.checks = error, 0
+
+    def check_unsaved(self) -> None:
+        self.checks += 1
 
     def snapshot(self) -> StateSnapshot:
         if self._error is not None:
@@ -543,6 +546,15 @@ def test_a_snapshot_is_freed_before_it_is_sent_to_the_neighbour(tmp_path: Path) 
     peers.send.side_effect = lambda *_: alive.append(state() is not None)
     taken = copies.keep(m.MemoryCopyRequest(version=1, neighbours=(("n0", "n1"),)))
     assert alive == [False] and [item.node for item in taken.files] == ["n0", "n1"] and taken.step == 7
+
+
+def test_only_a_snapshot_for_the_store_checks_what_it_leaves_out(tmp_path: Path) -> None:
+    """The check reads the parameters on the device, and copies in memory are taken often."""
+    copies, engine, checks = copies_at(tmp_path), Engine(), []
+    for verbs in (("keep",), ("upload",), ("upload", "keep")):
+        copies.take(cast(Any, engine), m.SnapshotRequest(step=7, verbs=cast(Any, verbs)))
+        checks.append(engine.checks)
+    assert checks == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

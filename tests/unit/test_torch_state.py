@@ -440,8 +440,36 @@ def test_those_that_change_later_are_found_when_a_state_would_be_without_them() 
     engine = one_device(spec(model=TeachingLater, save_frozen=False))
     for step in range(4):
         engine.train_step(feed(step=step))
-    engine.snapshot()
+    engine.check_unsaved()
     engine.replica.model.follows = True
     engine.train_step(feed(step=4))
+    engine.snapshot()  # for a copy in memory
     with pytest.raises(JobError, match=r"'slow.weight' .*changes in the forward pass.*save_frozen=True"):
-        engine.snapshot()
+        engine.check_unsaved()
+
+
+def test_frozen_parameters_that_no_state_holds_may_be_set_before_the_first_step() -> None:
+    """As a transfer does, which sends all parameters of another rank."""
+    engine = one_device(spec(model=TeachingLater, save_frozen=False))
+    engine.check_unsaved()
+    with torch.no_grad():
+        engine.replica.model.slow.weight.add_(1.0)
+    engine.train_step(feed())
+    engine.check_unsaved()
+
+
+class Merging(TeachingLater):
+    """Merges an adapter into a frozen weight for evaluations, as loralib does."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.slow.weight.data += self.first.weight.data * (-0.1 if mode else 0.1)
+        return super().train(mode)
+
+
+def test_a_weight_that_an_evaluation_rounds_is_refused_where_no_state_holds_it() -> None:
+    engine = one_device(spec(model=Merging, save_frozen=False))
+    engine.train_step(feed())
+    engine.evaluate_step(feed())
+    with pytest.raises(JobError, match=r"'slow.weight' .*where eval\(\) merges an adapter into it"):
+        engine.check_unsaved()

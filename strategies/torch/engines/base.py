@@ -99,16 +99,20 @@ class _ReplicaEngine:
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Send nothing, since one rank holds all state. A fresh build is at step 0 from now on."""
-        self._start_at_zero(self.replica)
+        if self.replica.step is None:
+            self.replica.step, self.replica.data_rank = 0, self._data_rank
         return self._tag()
+
+    def check_unsaved(self) -> None:
+        """Check the frozen parameters that no state holds: a pass over those that may change. Raises JobError."""
+        if self._replica is not None:
+            self._replica.moving.check()
 
     def snapshot(self) -> StateSnapshot:
         """Copy the state to host memory. Training may continue at once.
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
-        Raises JobError where a parameter has changed that the copy does not hold.
         """
-        self.replica.moving.check()
         held = host_state.state_of(self.replica)
         if held.local is not None and held.local.data_rank.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())
@@ -159,11 +163,6 @@ class _ReplicaEngine:
     def _data_rank(self) -> DataRank:
         """This rank's number among the data ranks."""
         return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
-
-    def _start_at_zero(self, replica: TorchReplica) -> None:
-        """Let a fresh build be at step 0."""
-        if replica.step is None:
-            replica.step, replica.data_rank = 0, self._data_rank
 
     def _tag(self) -> StateTag:
         """Return what state this rank holds; local state counts only for the data rank that it belongs to."""

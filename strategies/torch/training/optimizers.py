@@ -138,8 +138,8 @@ class MovingParameters:
         watched = {name: each for name, each in frozen.items() if each.shape in shapes and not each.is_meta}
         self._saved = {name: each for name, each in watched.items() if name not in rebuilt}
         self._rebuilt = {name: each for name, each in watched.items() if name in rebuilt}
-        self._digests, self._where = digests(map(_held, self._rebuilt.values())), where
-        self._steps = _WATCHED_STEPS
+        self._digests: list[int] | None = None  # before the first step: a transfer may set all parameters before
+        self._where, self._steps = where, _WATCHED_STEPS
 
     @contextmanager
     def watching(self, applied: Callable[[], bool]) -> Iterator[None]:
@@ -150,6 +150,8 @@ class MovingParameters:
         if not self._steps:
             yield
             return
+        if self._digests is None:
+            self._digests = self._now()
         watched = {name: each for name, each in self._saved.items() if name not in self.found}
         copies = {name: _held(each).to("cpu", copy=True) for name, each in watched.items()}  # a GPU may have no room
         try:
@@ -164,12 +166,21 @@ class MovingParameters:
         self.check()
 
     def check(self) -> None:
-        """Raise JobError where one that no state holds has changed since it was built."""
-        now = digests(map(_held, self._rebuilt.values()))
-        lost = [name for name, one, other in zip(self._rebuilt, self._digests, now, strict=True) if one != other]
+        """Raise JobError where one that no state holds has changed since before the first step."""
+        if self._digests is None:
+            return
+        pairs = zip(self._rebuilt, self._digests, self._now(), strict=True)
+        lost = [name for name, before, now in pairs if before != now]
         if lost:
-            problem = f"parameter {lost[0]!r} is frozen and changes in the forward pass, and checkpoints do not hold it"
-            raise JobError([f"{problem}: set save_frozen=True"], where=self._where)
+            problem = (
+                f"parameter {lost[0]!r} is frozen and changes in the forward pass, or where eval() merges an adapter "
+                "into it and train() takes it out again (which rounds); checkpoints do not hold it"
+            )
+            raise JobError([f"{problem}: set save_frozen=True, or do not merge in eval()"], where=self._where)
+
+    def _now(self) -> list[int]:
+        """Return the digests of those that no state holds."""
+        return digests(map(_held, self._rebuilt.values()))
 
 
 def _held(parameter: Tensor) -> Tensor:

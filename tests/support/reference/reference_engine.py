@@ -74,6 +74,9 @@ class ReferenceEngine:
         """`output` (rows, ...) for the feed's rows, part by part and micro-batch by micro-batch."""
         return self.program.predict(self.state.parameters, feed)
 
+    def check_unsaved(self) -> None:
+        """Checkpoints hold everything."""
+
     def snapshot(self) -> StateSnapshot:
         """A deep copy of this rank's state."""
         copy = self.state.copy()
