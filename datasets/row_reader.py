@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -61,7 +61,7 @@ class RowReader:
         self._free = list(range(self._slots))
         self._kept: OrderedDict[int, int] = OrderedDict()  # block: its slot
         self._salvaging = False  # whether a block with bad rows is kept without them; under the lock
-        self._missing: dict[int, Rows] = {}  # by damaged block, rows that it is kept without
+        self._missing = _MissingRows()  # under the lock
         self._shifts = np.zeros(len(self._blocks) - 1, dtype=np.int64)
         self._lock = threading.Lock()
         largest_bytes = int(np.diff(groups).max()) * max(index.row_bytes, 1)
@@ -102,10 +102,10 @@ class RowReader:
 
     def _read(self, rows: Rows) -> Arrays:
         """As `gather`. Missing rows are read first: they are probably bad, and then the others need not be read."""
-        alone = _are_missing(rows, self._missing)
+        alone = self._missing.among(rows)
         if not alone.any():
             found = self._kept_rows(rows)
-            alone = _are_missing(rows, self._missing)
+            alone = self._missing.among(rows)
             if not alone.any():
                 return found
         result = self._empty(len(rows))
@@ -139,7 +139,7 @@ class RowReader:
                 self._drop(*self._kept.popitem())
             if self._whole:
                 self.__dict__.pop("_memory", None)
-            self._missing.clear()
+            self._missing = _MissingRows()
         self._loader.source.begin(self._seed, epoch)
 
     def _from_blocks(self, rows: Rows, blocks: Rows) -> Arrays:
@@ -211,8 +211,8 @@ class RowReader:
             first, into = int(self._blocks[block]), self._slot(block, slot)
             if not self._salvaging:
                 loader.load(first, into)
-            elif len(missing := loader.salvage(first, into, self._missing.get(block, _NO_ROWS))):
-                self._missing[block] = missing
+            elif len(missing := loader.salvage(first, into, self._missing.of(block))):
+                self._missing.set(block, missing)
         except BaseException:
             self._free.append(slot)
             raise
@@ -313,5 +313,25 @@ class _BlockLoader:
         return self._last[2]
 
 
-def _are_missing(rows: Rows, missing: Mapping[int, Rows]) -> npt.NDArray[np.bool_]:
-    return np.isin(rows, np.concatenate([_NO_ROWS, *missing.values()]))
+class _MissingRows:
+    """Rows that damaged blocks are kept without. Several threads may set those of different blocks."""
+
+    def __init__(self) -> None:
+        self._by_block: dict[int, Rows] = {}
+        self._sorted: Rows | None = _NO_ROWS  # of all blocks; None until it is needed
+
+    def of(self, block: int) -> Rows:
+        """Return the rows of a block."""
+        return self._by_block.get(block, _NO_ROWS)
+
+    def set(self, block: int, rows: Rows) -> None:
+        """Replace the rows of a block."""
+        self._by_block[block], self._sorted = rows, None
+
+    def among(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of some rows are missing."""
+        if self._sorted is None:
+            self._sorted = np.sort(np.concatenate([*self._by_block.values()]))
+        first, stop = (np.searchsorted(self._sorted, rows, side) for side in ("left", "right"))
+        found: npt.NDArray[np.bool_] = first < stop
+        return found

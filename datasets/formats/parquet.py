@@ -133,7 +133,7 @@ class ParquetLoader(Loader):
         self._system, self._index = system, index
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._pages = PageReader(system)
-        self._table: tuple[int, list[str], pa.Table | None] = (-1, [], None)  # a damaged row group
+        self._table: tuple[int, pa.Table | None] = (-1, None)  # a damaged row group, of the columns read so far
         self._firsts: dict[str, int] = {}
         for group in index.groups:
             self._firsts.setdefault(group.file, group.first)
@@ -145,7 +145,7 @@ class ParquetLoader(Loader):
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
         found = self._arrays(number, columns, None)
-        self._table = (-1, [], None)
+        self._table = (-1, None)
         return found
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
@@ -153,12 +153,20 @@ class ParquetLoader(Loader):
         return self._arrays(number, columns, rows)
 
     def _arrays(self, number: int, columns: Sequence[str], rows: Rows | None) -> Arrays:
-        """Columns of some rows, or of all. The row group is kept as it was read: bad rows are searched for in it."""
-        kept = self._table  # `load` may drop it meanwhile
-        if kept[:2] != (number, list(columns)):
-            self._table = (-1, [], None)
-            self._table = kept = (number, list(columns), self._loaded(number, columns))
-        return table_arrays(kept[2], columns, self._place(number), rows)
+        """Columns of some rows, or of all. The row group is kept as it was read: bad rows are searched for in it.
+
+        `load` is asked for the columns that `fill` left, and `load_rows` for all: each column is read once.
+        """
+        kept, table = self._table  # `load` may drop it meanwhile
+        if table is None or kept != number:
+            self._table, table = (-1, None), None  # its memory is free for the next one
+            table = self._loaded(number, columns)
+        elif missing := [name for name in columns if name not in table.column_names]:
+            found = self._loaded(number, missing)
+            for name in missing:
+                table = table.append_column(found.field(name), found.column(name))
+        self._table = (number, table)
+        return table_arrays(table, columns, self._place(number), rows)
 
     def _place(self, number: int) -> GroupLocation:
         group = self._index.groups[number]

@@ -20,6 +20,7 @@ from trainwright.datasets.data_source import Arrays, Rows
 from trainwright.datasets.formats.parquet import ParquetLoader
 from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
 from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.row_reader import RowReader
 
 
 def reading(bad: set[int], calls: list[int]) -> Any:
@@ -224,6 +225,24 @@ def test_damaged_row_groups_are_kept_like_others(
         place = f"row group {item.sample // 100}, row {item.sample}, column 'x'"
         assert item.where.endswith(place) and item.error == "1 of 1 values are null"
     assert len(reads) < 40, "each is read a few times, and once more for its bad row in each pass"
+
+
+def test_each_column_of_a_damaged_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages that are copied as they are, a block's first attempt reads only the column with the bad row."""
+    reads: list[tuple[str, ...]] = []
+    read = ParquetLoader._read
+    monkeypatch.setattr(
+        ParquetLoader, "_read", lambda self, group, columns: (reads.append((*columns,)), read(self, group, columns))[1]
+    )
+    rows = pa.table({"id": range(100), "x": [None if row in (7, 70) else row / 2 for row in range(100)]})
+    pq.write_table(rows, tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    index, blocks = parquet(str(tmp_path)).index(), np.array([0, 50, 100])
+    loader = parquet(str(tmp_path)).source.open(index)
+    reader = RowReader(loader, index, ["id", "x"], blocks=blocks, memory_bytes=16 * 100)  # by one thread
+    good = np.setdiff1d(np.arange(100), (7, 70))
+    found = reader.salvage(good)
+    assert found["id"].tolist() == good.tolist() and found["x"].tolist() == (good / 2).tolist()
+    assert reads == [("x",), ("id",)]
 
 
 def weighted(folder: Path) -> Any:

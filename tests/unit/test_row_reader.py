@@ -108,6 +108,28 @@ def test_an_error_leaves_the_reader_as_it_was(kind: type[Numbers]) -> None:
         assert reader.gather(np.arange(400))["x"].tolist() == list(range(400))
 
 
+def test_missing_rows_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rotten(Numbers):
+        def load_rows(self, number: int, columns: Any, rows: Any) -> dict[str, np.ndarray]:
+            if (rows == 7).any():
+                raise DataError("rotten", where="row 7", remedy="none")
+            group = self.index.groups[number]
+            return dict.fromkeys(columns, group.first + rows)
+
+    sorts, sort = list[int](), np.concatenate
+    monkeypatch.setattr(np, "concatenate", lambda arrays: (sorts.append(len(arrays)), sort(arrays))[1])
+    index = index_of([10] * 40)
+    reader = RowReader(Rotten(index, bad=17), index, ["x"])
+    good = np.array([*range(177, 169, -1), *range(178, 400), *range(170)])[1:]
+    assert reader.salvage(good)["x"].tolist() == good.tolist()
+    sorts.clear()
+    for _ in range(3):
+        assert reader.gather(good)["x"].tolist() == good.tolist()
+    assert not sorts, "no bad row was found since"
+    with pytest.raises(DataError, match="rotten"):
+        reader.gather(np.array([177, 3]))
+
+
 def test_a_table_in_memory_is_not_copied() -> None:
     data = table({"x": np.arange(100)})
     index = data.index()
