@@ -53,7 +53,7 @@ class TorchUserCode(UserCode):
 
     @classmethod
     def remedy(cls, error: BaseException) -> str:
-        """Return what to do about an exception; sharded parameters cannot be used outside their module."""
+        """Return what to do about an exception, where that is known."""
         if _ASSERTION in str(error):
             return (
                 "look for an index that is too large, such as a token outside the vocabulary or a label outside the "
@@ -61,6 +61,8 @@ class TorchUserCode(UserCode):
             )
         if "mixed torch.Tensor and DTensor" in str(error):
             return "call the model itself, and use a parameter in the forward of the module that holds it alone"
+        if "does not require grad" in str(error) and not torch.is_grad_enabled():
+            return "evaluations and predictions compute without gradients: wrap that part in torch.enable_grad()"
         return super().remedy(error)
 
 

@@ -470,6 +470,21 @@ def test_user_code_that_raises_shows_its_own_frames(change: Mapping[str, Any], w
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
+def test_a_model_that_differentiates_is_told_how_to_in_evaluations() -> None:
+    class Forces(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=torch.is_grad_enabled())
+            return slope[:, :3]
+
+    engine = one_device(spec(model=Forces))
+    engine.train_step(feed())
+    for call in (engine.evaluate_step, engine.predict_step):
+        with pytest.raises(UserCodeError, match=r"the model raised RuntimeError: .*does not require grad") as raised:
+            call(feed())
+        assert "wrap that part in torch.enable_grad()" in raised.value.remedy
+
+
 def test_an_error_inside_backward_is_the_users() -> None:
     class Refusing(torch.autograd.Function):
         @staticmethod
