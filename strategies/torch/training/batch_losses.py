@@ -6,8 +6,9 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from trainwright.core.loss_api import gather_with
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
-from trainwright.strategies.torch.torch_errors import TorchUserCode
+from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
 
 BATCH_LOSS = "batch_loss"  # in a job's inexact=
 _MEAN_ROUNDING = 160  # of float32: how far a mean over a batch and that of its halves may be apart, relatively
 _LEAST_DIFFERENCE = 2e-6  # of them, absolutely: a loss near 0 is the rest of a subtraction
 _Function = Callable[[Any, Any], Any]
-_OnRows = Callable[[Tensor | None], Any]
+_Mode = Callable[[], AbstractContextManager[Any]]
 GroupFactory = Callable[[], ProcessGroup]
 
 
@@ -346,96 +347,105 @@ class _GatherRows(torch.autograd.Function):
 # --- The check on the first batch -------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def check_divisible(
-    what: str,
-    function: _Function,
-    given: Any,
-    targets: Any,
-    batch: Batch,
-    layout: BatchLayout,
-    where: str,
-    parameters: Iterable[Tensor] = (),
-) -> None:
-    """Raise JobError where the loss of a batch depends on how it is divided.
+@dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """A call of a loss or a step, which the check repeats with some of the rows."""
 
-    The function is called with all rows, and with half of them in another order, without gradients; where it gathers,
-    with all of them in another order. Of a loss of each sample, the values must stay the same. A function that draws
-    random numbers cannot be compared, and is not checked. A loss of one number must be the mean of its two halves; one
-    that cannot be compared is refused, unless `weight=` says what it is the mean of.
+    what: str  # names the function
+    function: _Function  # (given, targets) -> values, Terms or BatchMean
+    given: Any  # tensors, however they are nested, whose first dimension is the rows
+    targets: Any  # the same
+    rows: int
+    parameters: tuple[Tensor, ...] = ()  # of the model that the function calls
 
-    Args:
-        what: names the function.
-        function: (given, targets) -> values, Terms or BatchMean.
-        given, targets: tensors, however they are nested, whose first dimension is the rows.
-        batch: the micro-batch.
-        layout: of the global batch.
-        parameters: of the model that the function calls.
-    """
-    gathers: list[bool] = []
-    called = _caller_of(function, given, targets, batch.rows, gathers)
-    random_state.seed_generators(0)
-    before = _random_state(given)
-    try:
-        result = called(None)
-    except Exception as error:
-        if TorchUserCode.lost_peer(error):
-            raise
-        return  # the call that counts comes next, and its error is told; one that needs gradients is let be
-    drew = _random_state(given) != before
-    shuffled = torch.randperm(batch.rows, generator=torch.Generator().manual_seed(0))
-    first, second = shuffled[: -(-batch.rows // 2)], shuffled[-(-batch.rows // 2) :]
-    rounding = _rounding((*tree_leaves((given, targets, result)), *parameters))
-    if isinstance(result, BatchMean):
-        parts = [shuffled] if gathers else [first, second]
-        found = _mean_problem(result, called, given, parts, drew=drew, coarsest=rounding**2)
-        if found:
-            raise JobError([_mean_message(what, found, layout)], where=where)
-        return
-    whole = None if drew else _numbers(result)
-    if whole is not None and len(whole[0]) == batch.rows:
-        found = _sample_problem(whole, called, given, shuffled if gathers else first, rounding)
-        if found:
-            raise JobError([_dependence_message(what, found, bool(gathers), layout)], where=where)
+    def on(self, chosen: Tensor | None, gathers: list[bool]) -> Any:
+        """Call the function with chosen rows, or with all as they are for None; note calls of `tw.gather`."""
 
+        def kept(tensor: Any) -> Any:
+            gathers.append(True)
+            return tensor
 
-def _caller_of(function: _Function, given: Any, targets: Any, rows: int, gathers: list[bool]) -> _OnRows:
-    """Return a call of a function with chosen rows; None for all of them as they are. It notes calls of `tw.gather`."""
-
-    def kept(tensor: Any) -> Any:
-        gathers.append(True)
-        return tensor
-
-    def called(chosen: Tensor | None) -> Any:
         def pick(leaf: Any) -> Any:
             if chosen is not None:
-                return _rows_of(leaf, chosen, rows)
+                return _rows_of(leaf, chosen, self.rows)
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         with gather_with(kept):
-            return function(tree_map(pick, given), tree_map(pick, targets))
-
-    return called
+            return self.function(tree_map(pick, self.given), tree_map(pick, self.targets))
 
 
-def _mean_problem(
-    whole: BatchMean, called: _OnRows, given: Any, parts: Sequence[Tensor], *, drew: bool, coarsest: float
-) -> str:
+def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequence[_Mode] = (nullcontext,)) -> str:
+    """Raise JobError where the loss of a batch depends on how it is divided; return why that could not be compared.
+
+    The function is called with all rows, and with half of them in another order; where it gathers, with all of them in
+    another order. Of a loss of each sample, the values must stay the same. A function that draws random numbers cannot
+    be compared, and is not checked. A loss of one number must be the mean of its two halves; one that draws or is not
+    of rows is refused, unless `weight=` says what it is the mean of.
+
+    Args:
+        call: of the loss.
+        layout: of the global batch.
+        where: the rank, for errors.
+        modes: contexts, the first of which is used in which the function does not raise; in each of them that is tried
+            without gradients, then with them.
+    """
+    problem = ""
+    for mode, gradients in product(modes, (False, True)):
+        with mode(), torch.set_grad_enabled(gradients):
+            gathers: list[bool] = []
+            random_state.seed_generators(0)
+            before = _random_state(call.given)
+            try:
+                result = tree_map(_without_graph, call.on(None, gathers))
+            except Exception as error:
+                if TorchUserCode.lost_peer(error):
+                    raise
+                problem = summarize_error(error)
+                continue
+            _compare(call, result, layout, where, gathers=bool(gathers), drew=_random_state(call.given) != before)
+            return ""
+    return problem
+
+
+def _compare(call: LossCall, result: Any, layout: BatchLayout, where: str, *, gathers: bool, drew: bool) -> None:
+    """Raise JobError where the result for all rows does not follow from those for some; see `check_divisible`."""
+    shuffled = torch.randperm(call.rows, generator=torch.Generator().manual_seed(0))
+    first, second = shuffled[: -(-call.rows // 2)], shuffled[-(-call.rows // 2) :]
+    rounding = _rounding((*tree_leaves((call.given, call.targets, result)), *call.parameters))
+    if isinstance(result, BatchMean):
+        found = _mean_problem(result, call, [shuffled] if gathers else [first, second], drew=drew, rounding=rounding)
+        if found:
+            raise JobError([mean_message(call.what, found, layout)], where=where)
+        return
+    whole = None if drew else _numbers(result)
+    if whole is not None and len(whole[0]) == call.rows:
+        found = _sample_problem(whole, call, shuffled if gathers else first, rounding)
+        if found:
+            raise JobError([_dependence_message(call.what, found, gathers, layout)], where=where)
+
+
+def _without_graph(leaf: Any) -> Any:
+    if isinstance(leaf, BatchMean):
+        return replace(leaf, value=leaf.value.detach())
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, drew: bool, rounding: float) -> str:
     """Return why a loss of one number is not, or may not be, the mean of its parts; empty where it is.
 
     Args:
         parts: all rows in another order, or each half of them; the second half of one row is empty.
         drew: it draws random numbers.
-        coarsest: relative rounding error of the coarsest type that may be computed in.
+        rounding: from `_rounding`.
     """
-    told, rows = whole.count is not None, sum(map(len, parts))
+    told, rows = whole.count is not None, call.rows
     if drew:
         return "" if told else "it draws random numbers, so that it cannot be compared with its halves"
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(call.given) if isinstance(leaf, Tensor)]
     if not tensors or not all(tensor.dim() for tensor in tensors):
         return "" if told else "the model's outputs hold values without rows, such as a loss of its own: use step="
     try:  # every rank calls it equally often, whatever its rows: a model may be divided over ranks
-        found = [called(part if len(part) else parts[0]).sums(len(part)) for part in parts]
+        found = [_without_graph(call.on(part if len(part) else parts[0], [])).sums(len(part)) for part in parts]
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
@@ -448,23 +458,24 @@ def _mean_problem(
     value, mean = (each / max(counted, 1.0) for each in (expected, total))
     scale = max(abs(value), *(abs(each) / max(counted, 1.0) for each, _ in found))
     rounded = 2 * torch.finfo(whole.value.dtype).eps
-    allowed = max(_MEAN_ROUNDING * torch.finfo(torch.float32).eps, coarsest / 8, rounded)
-    if not math.isfinite(value) or abs(value - mean) <= allowed * scale + _LEAST_DIFFERENCE:
-        return ""
-    return f"it is {value:.6g} for {rows} rows, and the mean of {len(parts)} parts of them is {mean:.6g}"
+    relative = max(_MEAN_ROUNDING * torch.finfo(torch.float32).eps, rounding**2 / 8, rounded)
+    allowed = relative * scale + _LEAST_DIFFERENCE
+    if abs(value - mean) > allowed:
+        return f"it is {value:.6g} for {rows} rows, and the mean of {len(parts)} parts of them is {mean:.6g}"
+    return ""
 
 
-def _sample_problem(whole: tuple[Tensor, Tensor], called: _OnRows, given: Any, chosen: Tensor, rounding: float) -> str:
+def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor, rounding: float) -> str:
     """Return how a sample's loss depends on the other rows; empty where it does not, or that is unknown."""
     count = len(whole[0])
     try:
-        part = _numbers(called(chosen))
+        part = _numbers(call.on(chosen, []))
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
         if isinstance(error, torch.OutOfMemoryError):
             return ""
-        if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(given)):
+        if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(call.given)):
             return ""  # it may not be the rows that were too few
         return f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"
     return "" if part is None else _difference(whole, part, chosen, rounding)
@@ -546,7 +557,8 @@ def _dependence_message(what: str, found: str, gathers: bool, layout: BatchLayou
     )
 
 
-def _mean_message(what: str, found: str, layout: BatchLayout) -> str:
+def mean_message(what: str, found: str, layout: BatchLayout) -> str:
+    """Return the error of a loss of one number that is not, or may not be, a mean over rows."""
     return (
         f"{what} returned one number for the batch, and this plan divides a batch over {layout}: the number must be a "
         f"mean over rows, but {found}. For a mean over tokens, pixels or labels that count, set weight= to their "

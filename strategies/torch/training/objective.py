@@ -42,8 +42,10 @@ from trainwright.strategies.torch.training.batch_losses import (
     BatchMean,
     BatchRows,
     GroupFactory,
+    LossCall,
     batch_mean,
     check_divisible,
+    mean_message,
     per_sample,
     to_device,
     unchanged_buffers,
@@ -136,15 +138,34 @@ class JobFunctions:
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """Return the loss terms of a micro-batch, sample weights included; weights never require a gradient."""
-        step = None if self.spec.step is None else self.spec.numbered(self.spec.step, layout.step)
         with self.precision(), self.saved_tensor_context():
-            if not step:
+            if not self.spec.step:
                 return self.loss_of(self.outputs(model, columns), columns, batch, layout)
+            return self._terms(
+                "step=", partial(_step_loss, self, model, layout.step), dict(columns), (), batch, layout, model
+            )
 
-            def called(given: Any, _: Any) -> Any:
-                return self._without_logged(_sum_of_turns(step(model, dict(given)), self.where))
-
-            return self._terms("step=", called, dict(columns), (), batch, layout, model)
+    def _check(
+        self,
+        what: str,
+        function: _Function,
+        given: Any,
+        targets: Any,
+        batch: Batch,
+        layout: BatchLayout,
+        model: nn.Module | None,
+    ) -> str:
+        """Return why a loss could not be checked; empty where it was or need not be. Raises as `check_divisible`."""
+        if not self.checking or layout.whole or BATCH_LOSS in self.spec.inexact:
+            return ""
+        parameters = () if model is None else tuple(model.parameters())
+        call = LossCall(
+            what=what, function=function, given=given, targets=targets, rows=batch.rows, parameters=parameters
+        )
+        modes = (nullcontext,) if model is None else (partial(evaluation_mode, model), partial(_own_training, model))
+        compiled = self.spec.compile == "inductor"  # for each number of rows anew
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            return check_divisible(call, layout, self.where, modes)
 
     def turns(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout, names: Sequence[str]
@@ -227,29 +248,16 @@ class JobFunctions:
         """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
         if what in ("loss=", "step="):
             function = partial(self._measured, what, function)
-        if self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact:
-            parameters = () if model is None else model.parameters()
-            with nullcontext() if model is None else evaluation_mode(model):
-                check_divisible(what, function, given, targets, batch, layout, self.where, parameters)
+        unchecked = self._check(what, function, given, targets, batch, layout, model)
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode(what, self.where), gather_with(rows.gather), self._logging(rows, batch):
             result = function(given, targets)
         if isinstance(result, BatchMean):
+            if unchecked and result.count is None:
+                raise JobError([mean_message(what, f"it could not be compared: {unchecked}", layout)], where=self.where)
             result = result.of_rows(batch.rows)
-        self._check_broadcast(what, given, targets, result)
+        _check_broadcast(what, given, targets, result, self.where)
         return _loss_terms(what, rows.own(result), batch, self.where)
-
-    def _without_logged(self, result: Any) -> Any:
-        """Return the loss of a dict that `step=` returned; log the other values."""
-        if type(result) is not dict:  # outputs of Hugging Face's models are of classes derived from it
-            return result
-        if _LOSS not in result:
-            problem = f'step= returned a dict with the keys {", ".join(map(repr, result))}: add "loss", one per sample'
-            raise JobError([problem], where=self.where)
-        for name, value in result.items():
-            if name != _LOSS:
-                log(name, value)
-        return result[_LOSS]
 
     def _logging(self, rows: BatchRows, batch: Batch) -> AbstractContextManager[Any]:
         """Return the context in which `tw.log` records values of a micro-batch."""
@@ -270,14 +278,6 @@ class JobFunctions:
             given if what == "step=" else dict(zip(names, (targets,) if len(names) == 1 else targets, strict=True))
         )
         return batch_mean(what, function(given, targets), self.spec.weight, columns, self.where)
-
-    def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
-        """Raise JobError where outputs and targets were broadcast to all pairs of samples."""
-        given = (outputs, targets, result.values if isinstance(result, Terms) else result)
-        if all(isinstance(each, Tensor) for each in given):
-            problem = loss_broadcast_problem(what, *(each.shape for each in given))
-            if problem:
-                raise JobError([problem], where=self.where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +320,19 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(modes[0][1])
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _own_training(model: nn.Module) -> Iterator[None]:
+    """Put torch's own layers into evaluation mode, such as dropout and batch norm, and leave the others as they are."""
+    layers = [each for each in model.modules() if each.training and type(each).__module__.startswith("torch.nn.")]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 class _LoggedValues:
@@ -514,6 +527,21 @@ def _turn_of(item: Any, where: str) -> tuple[str, Any]:
     raise JobError([f"step= yielded {type(item).__name__}: {_YIELD}"], where=where)
 
 
+def _step_loss(caller: JobFunctions, model: nn.Module, step: int, columns: Any, _: Any) -> Any:
+    """Call the job's step; return its loss, which is the sum where it yields several, and log the other values."""
+    assert caller.spec.step is not None, "the job has step="
+    result = _sum_of_turns(caller.spec.numbered(caller.spec.step, step)(model, dict(columns)), caller.where)
+    if type(result) is not dict:  # outputs of Hugging Face's models are of classes derived from it
+        return result
+    if _LOSS not in result:
+        problem = f'step= returned a dict with the keys {", ".join(map(repr, result))}: add "loss", one per sample'
+        raise JobError([problem], where=caller.where)
+    for name, value in result.items():
+        if name != _LOSS:
+            log(name, value)
+    return result[_LOSS]
+
+
 def _sum_of_turns(result: Any, where: str) -> Any:
     """Return the sum of the losses that a step yields, for an evaluation; what it returned otherwise."""
     if not inspect.isgenerator(result):
@@ -575,6 +603,15 @@ def _logged_terms(what: str, value: Any, batch: Batch, where: str) -> Terms:
         shape = f"shape {tuple(values.shape)} for {batch.rows} rows"
         raise JobError([f"{what} was given {shape}: give one number, or a value for each sample"], where=where)
     return _loss_terms(what, values if weights is None else Terms(values, weights), batch, where)
+
+
+def _check_broadcast(what: str, outputs: Any, targets: Any, result: Any, where: str) -> None:
+    """Raise JobError where outputs and targets were broadcast to all pairs of samples."""
+    given = (outputs, targets, result.values if isinstance(result, Terms) else result)
+    if all(isinstance(each, Tensor) for each in given):
+        problem = loss_broadcast_problem(what, *(each.shape for each in given))
+        if problem:
+            raise JobError([problem], where=where)
 
 
 def _values_problem(what: str, values: Any, rows: int) -> str:

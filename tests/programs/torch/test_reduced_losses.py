@@ -328,6 +328,69 @@ def test_a_number_that_is_no_mean_is_refused_where_the_batch_is_divided(changes:
     warmed(**changes, inexact=("batch_loss",))
 
 
+def forces(model: nn.Module, columns: Any) -> Tensor:
+    """The squared error of a derivative of the outputs, as of a potential or in a physics-informed network."""
+    x = columns["x"].requires_grad_()
+    (slope,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
+    return ((slope - 1.0) ** 2).sum()
+
+
+class Auxiliary(nn.Module):
+    """A model that returns a second output in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, CLASSES, dtype=torch.float64), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.norm(self.layers(x))
+        return (found, found.mean(1)) if self.training else found
+
+
+def with_auxiliary(model: nn.Module, columns: Any) -> Tensor:
+    outputs, second = model(columns["x"])
+    return functional.cross_entropy(outputs, columns["y"], reduction="sum") + second.sum()
+
+
+def of_rows(step: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, columns: step(model, columns) / len(columns["x"])
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "gradients": {"loss": None, "step": forces},
+    "training mode": {"loss": None, "step": with_auxiliary, "model": Auxiliary, "inexact": ("batch_norm",)},
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_loss_that_needs_gradients_or_training_mode_is_checked(name: str) -> None:
+    changes = UNSEEN[name]
+    for layout in (plan(ranks=2), plan(accumulation=2)):
+        parts, total = (layout.accumulation, layout.mesh.data)
+        given = zero_weight(feed(*(first_rows(8),) * parts, total=total))
+        with pytest.raises(JobError, match=r"it is .* for 8 rows, and the mean of 2 parts of them is"):
+            one_device(job(**changes), layout).warm(given)
+        engine = one_device(job(**{**changes, "step": of_rows(changes["step"])}), layout)
+        before = {key: value.clone() for key, value in engine.replica.model.state_dict().items()}
+        engine.warm(given)
+        assert all(module.training for module in engine.replica.model.modules())
+        assert all(torch.equal(value, before[key]) for key, value in engine.replica.model.state_dict().items())
+
+
+def test_a_number_that_could_not_be_compared_is_refused_with_its_error() -> None:
+    def needs_dropout(model: Any, columns: Any) -> Tensor:
+        if not model.layers[1].training:
+            raise LookupError("no dropout")
+        return with_auxiliary(model, columns)
+
+    changes = {**UNSEEN["training mode"], "step": needs_dropout}
+    with pytest.raises(JobError, match=r"but it could not be compared: LookupError: no dropout\. For a mean"):
+        warmed(**changes)
+    warmed(**changes, weight=lambda columns: len(columns["x"]))
+    warmed(**{**changes, "step": lambda model, columns: needs_dropout(model, columns).repeat(8)})
+
+
 @pytest.mark.parametrize("changes", [OF_TOKENS, NOISY, GIVEN])
 def test_weight_says_what_the_mean_is_over(changes: dict[str, Any]) -> None:
     warmed(**{"targets": ("tags",), **changes}, weight=rows_of if changes is NOISY else counted)
