@@ -49,6 +49,7 @@ class HostState:
     local: LocalState | None = None  # what this data rank keeps as its own; None where a job has no such state
     scheduler: SchedulerState | None = None  # state of the learning-rate scheduler; None where a job has none
     sometimes_unused: bool = False  # a trained parameter had a gradient in some steps only: DDP looks for such
+    checked: bool = False  # its run compared the loss of a divided batch with those of its parts
     base: str = ""  # digest of the frozen parameters that it does not hold; empty where it holds all
 
     @property
@@ -138,6 +139,7 @@ def state_of(replica: TorchReplica) -> HostState:
         scheduler=replica.rates.state,
         sometimes_unused=replica.sometimes_unused,
         base=replica.base,
+        checked=replica.checked and bool(replica.step),  # a warm-up alone changes no state
     )
 
 
@@ -195,6 +197,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
                 saved = state.slots[name][key]
             to_local(value).copy_(saved)
     replica.rates.restore(state.step or 0, state.options, state.scheduler)
+    replica.checked = replica.checked or state.checked
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
     replica.sometimes_unused = state.sometimes_unused  # the order of sums depends on it
@@ -216,7 +219,7 @@ def broadcast(
         group: ranks that hold the same part; by default all.
     """
     own = _description(replica) if rank == source else None
-    step, slots, forms, options, every_used, logged, scale, scheduler = _broadcast_description(
+    step, slots, forms, options, every_used, logged, checked, scale, scheduler = _broadcast_description(
         own, source, device, group
     )
     replica.end_evaluation()
@@ -232,7 +235,7 @@ def broadcast(
         replica.rates.restore(step or 0, options, scheduler)
         replica.confirm()
         replica.sound, replica.scale = True, scale
-        replica.every_used, replica.logged = every_used, logged
+        replica.every_used, replica.logged, replica.checked = every_used, logged, checked
 
 
 def kept_settings(replica: TorchReplica) -> list[dict[str, Any]]:
@@ -409,6 +412,7 @@ _Description = tuple[
     list[dict[str, Any]],
     bool | None,
     tuple[str, ...],
+    bool,
     LossScale | None,
     SchedulerState | None,
 ]
@@ -420,7 +424,7 @@ def _description(replica: TorchReplica) -> _Description:
     buffers = [(name, buffer) for name, buffer in replica.named_buffers() if name not in replica.local]
     forms = {name: _TensorForm.of(to_local(buffer), False) for name, buffer in buffers}
     options = _changed_options(replica)
-    tried = replica.every_used, replica.logged
+    tried = replica.every_used, replica.logged, replica.checked
     return replica.step, slots, forms, options, *tried, replica.scale, replica.rates.state
 
 

@@ -283,6 +283,7 @@ class TorchEngine(_ReplicaEngine):
         return JobFunctions(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
             selective_recompute=replica.selective_recompute, group=self._batch_group,
+            divided=replica.part.total > 1,
         )  # fmt: skip
 
     @property
@@ -293,23 +294,34 @@ class TorchEngine(_ReplicaEngine):
     def _warmed(self, feed: Feed) -> StepRunner:
         """Return a runner that has run once."""
         runner = self._alone(world=1)
-        self._throwaway(runner, feed)
+        self._throwaway(runner, feed, check=self._wants_check(feed))
         return runner
+
+    def _wants_check(self, feed: Feed) -> bool:
+        """Return whether the loss is to be checked for the division of a batch; every rank calls it.
+
+        A state of a run that passed the check is not checked again: later batches and values must not end that run.
+        """
+        return not self.replica.checked and train_step.needs_check(self.replica.spec, feed)
 
     def _alone(self, world: int) -> StepRunner:
         """Return a runner that reduces nothing."""
         objective = Objective(self.replica.model, self._caller(), world=world)
         return StepRunner(objective=objective, observed=self.replica.trainable)
 
-    def _throwaway(self, runner: StepRunner, feed: Feed) -> bool:
-        """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
+    def _throwaway(self, runner: StepRunner, feed: Feed, *, check: bool) -> bool:
+        """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient.
+
+        Args:
+            check: refuse a loss that depends on how the batch is divided.
+        """
         replica = self.replica
         _, share = next(train_step.throwaway_micro_batches(feed))
-        with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
+        with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking(check):
             replica.reseed(0)
             with replica.finding_last() if runner.measures_own_time else nullcontext():
                 train_step.rehearse(runner, share)
-            replica.uncut = share.layout.whole
+            replica.checked = replica.checked or check
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         self._carry_logged(runner.objective)
         runner.objective.begin()

@@ -17,7 +17,7 @@ from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
-from trainwright.strategies.torch.training.train_step import StepRunner, UnusedParameters, batch_layout
+from trainwright.strategies.torch.training.train_step import StepRunner, UnusedParameters
 
 
 class ProcessGroupEngine(TorchEngine):
@@ -55,6 +55,11 @@ class ProcessGroupEngine(TorchEngine):
         """Return the names of all ranks, in one order; every rank calls it."""
         assert self._group is not None, "form() comes first"
         return gather_names(own, self._device) if self._group.size > 1 else super()._all_names(own)
+
+    def _wants_check(self, feed: Feed) -> bool:
+        """Return the same on all ranks; every rank calls it."""
+        self.replica.checked = any(flag for (flag,) in all_gather_ints([int(self.replica.checked)], self._device))
+        return super()._wants_check(feed)
 
     @property
     def _batch_group(self) -> Callable[[], ProcessGroup] | None:
@@ -117,9 +122,10 @@ class DataParallel(ProcessGroupEngine):
         alone, replica = self._alone(world=self._group.size), self.replica
         if replica.synchronized is not None:
             replica.synchronized.on = False
-        untried = replica.every_used is None or (replica.uncut and not batch_layout(feed).whole)
+        check = self._wants_check(feed)
+        untried = check or replica.every_used is None
         if any(flag for (flag,) in all_gather_ints([int(untried)], self._device)):  # all of them: a loss may gather
-            replica.every_used = self._throwaway(alone, feed)
+            replica.every_used = self._throwaway(alone, feed, check=check)
         else:
             alone.objective.carry_logged(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
@@ -141,7 +147,7 @@ class DataParallel(ProcessGroupEngine):
             required = replica.trainable if every_used else ()
             runner = replace(runner, parallel=parallel, local=parallel.no_sync, required=required)
             if self._group.size != 2:
-                self._throwaway(runner, feed)
+                self._throwaway(runner, feed, check=False)
         if replica.synchronized is not None:
             replica.synchronized.on = True
         return runner

@@ -196,7 +196,7 @@ class Sharded(ShardedModelEngine):
         )
         if self.replica.autocast is not None:
             self._choose_gather_types(self.replica.autocast, runner.objective, feed)
-        self._throwaway(runner, feed)
+        self._throwaway(runner, feed, check=self._wants_check(feed))
         self._calls.take()
         return runner
 

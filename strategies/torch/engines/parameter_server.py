@@ -255,7 +255,11 @@ class ParameterServer(_ServerGroupEngine):
         """Return the staleness of the pushes since the last call; the lead server calls it."""
         return self.server.staleness()
 
+    def _wants_check(self, feed: Feed) -> bool:
+        """Return whether the loss is to be checked; a worker that comes later joins a run that has done so."""
+        return feed.step == 0 and super()._wants_check(feed)
+
     def _warmed(self, feed: Feed) -> StepRunner:
         runner = self._trainer.runner(self._caller())
-        self._throwaway(runner, feed)
+        self._throwaway(runner, feed, check=self._wants_check(feed))
         return runner

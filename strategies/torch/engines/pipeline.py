@@ -138,7 +138,7 @@ class Pipeline(ShardedModelEngine):
         # FSDP2 gives the mean over ranks.
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
         runner = StageRunner.of(self._executor(world), self._placed, self._shards)
-        runner.rehearse(feed)
+        runner.rehearse(feed, check=self._wants_check(feed))
         self._carry_logged(runner.objective)  # which the last stage alone has called
         return runner
 

@@ -325,15 +325,16 @@ class StageRunner(MeshRunner):
             shards=shards,
         )
 
-    def rehearse(self, feed: Feed) -> None:
-        """Run a step of weight 0 that leaves nothing behind."""
+    def rehearse(self, feed: Feed, *, check: bool) -> None:
+        """Run a step of weight 0 that leaves nothing behind, and check its loss where that is wanted."""
         given = [*throwaway_micro_batches(feed)]
         replica = self.pipe.replica
-        with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
+        with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking(check):
             if replica.autocast is not None:
                 with nullcontext() if self.shards is None else self.shards.choosing_types(replica, self.others):
                     self.pipe.rehearse(given[0][1])
             self.run(given, feed)
+        replica.checked = replica.checked or check
         self.objective.begin()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:

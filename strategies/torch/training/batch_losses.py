@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,13 +21,17 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.loss_api import gather_with
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests
-from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, full_tensor
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
 from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
+
+_log = logging.getLogger(__name__)
 
 BATCH_LOSS = "batch_loss"  # in a job's inexact=
 _MEAN_ROUNDING = 160  # of float32: how far a mean over a batch and that of its halves may be apart, relatively
 _LEAST_DIFFERENCE = 2e-6  # of them, absolutely: a loss near 0 is the rest of a subtraction
+_TELLING = 100  # times that: halves this far apart show a weight in the mean that is wrong by 1 %
+_ALONG = 3  # as many times less is allowed of a difference between gradients along that of the halves
 _Function = Callable[[Any, Any], Any]
 _Mode = Callable[[], AbstractContextManager[Any]]
 GroupFactory = Callable[[], ProcessGroup]
@@ -357,6 +362,7 @@ class LossCall:
     targets: Any  # the same
     rows: int
     parameters: tuple[Tensor, ...] = ()  # of the model that the function calls
+    divided: bool = False  # ranks hold parts of that model, so that all must call it equally often
 
     def on(self, chosen: Tensor | None, gathers: list[bool]) -> Any:
         """Call the function with chosen rows, or with all as they are for None; note calls of `tw.gather`."""
@@ -372,6 +378,18 @@ class LossCall:
 
         with gather_with(kept):
             return self.function(tree_map(pick, self.given), tree_map(pick, self.targets))
+
+    def differentiable(self) -> tuple[LossCall, list[Tensor]]:
+        """Return the call, and by what its gradient is taken: trained parameters, or outputs that it is given.
+
+        Nothing where a backward would exchange tensors with other ranks, which may not run it.
+        """
+        if self.parameters:
+            return self, [] if self.divided else [each for each in self.parameters if each.requires_grad]
+        if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(self.given)):
+            return self, []
+        given = tree_map(lambda leaf: leaf.detach().requires_grad_() if _is_output(leaf) else leaf, self.given)
+        return replace(self, given=given), [leaf for leaf in tree_leaves(given) if _is_output(leaf)]
 
 
 def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequence[_Mode] = (nullcontext,)) -> str:
@@ -430,6 +448,11 @@ def _without_graph(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+def _is_output(leaf: Any) -> bool:
+    """Return whether a gradient can be taken by a value."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
 def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, drew: bool, rounding: float) -> str:
     """Return why a loss of one number is not, or may not be, the mean of its parts; empty where it is.
 
@@ -462,7 +485,67 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
     allowed = relative * scale + _LEAST_DIFFERENCE
     if abs(value - mean) > allowed:
         return f"it is {value:.6g} for {rows} rows, and the mean of {len(parts)} parts of them is {mean:.6g}"
-    return ""
+    means = [each / items for each, items in found if items]
+    if len(means) < 2 or scale <= _LEAST_DIFFERENCE or abs(means[0] - means[1]) > _TELLING * allowed:
+        return ""
+    return _gradient_problem(call, parts, [items / counted for _, items in found], rounding)
+
+
+def _gradient_problem(call: LossCall, parts: Sequence[Tensor], shares: Sequence[float], rounding: float) -> str:
+    """Return how the gradient of a loss of one number differs from the mean of those of its halves; empty where not.
+
+    Halves of the same value do not tell what a mean is over: at the start, each token may have the same loss. Of the
+    difference, the part along that of the two gradients comes from other shares, and little of it from rounding.
+
+    Args:
+        parts: each half of the rows.
+        shares: of each half in the mean.
+        rounding: from `_rounding`.
+    """
+    compared, wanted = call.differentiable()
+    if not wanted:
+        return ""
+    try:
+        off, along, between, *largest = _gradient_sums(compared, wanted, parts, shares)
+    except RuntimeError as error:  # out of memory, or of an LSTM, which cuDNN does not differentiate in this mode
+        cause = summarize_error(error)
+        _log.warning("the gradients of %s were not compared, and its values are nearly equal: %s", call.what, cause)
+        return ""
+    scale = math.sqrt(max(largest))
+    if max(math.sqrt(off), abs(along) / math.sqrt(between or 1.0) * _ALONG) <= rounding * scale or math.isnan(off):
+        return ""
+    return (
+        f"its gradient for {call.rows} rows is not the mean of those of 2 parts of them: it differs by "
+        f"{math.sqrt(off) / scale:.2g} of its norm"
+    )
+
+
+def _gradient_sums(
+    call: LossCall, wanted: Sequence[Tensor], parts: Sequence[Tensor], shares: Sequence[float]
+) -> list[float]:
+    """Return products of gradients, where D is that of all rows less the mean of those of the halves, G and H.
+
+    Returns:
+        D * D, D * (G - H), (G - H) * (G - H), G * G and H * H.
+    """
+    with torch.enable_grad():
+        found = [_gradients(call.on(part, []).value, wanted) for part in (None, *parts)]
+    sums = torch.zeros(5, dtype=torch.float64)
+    for whole, first, second in zip(*found, strict=True):
+        rest, apart = whole - shares[0] * first - shares[1] * second, first - second
+        pairs = ((rest, rest), (rest, apart), (apart, apart), (first, first), (second, second))
+        sums += torch.stack([torch.sum(one * other, dtype=torch.float64) for one, other in pairs]).cpu()
+    products: list[float] = sums.tolist()
+    return products
+
+
+def _gradients(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of a number by some tensors, as real and dense tensors."""
+    if not value.requires_grad:
+        return [torch.zeros_like(each) for each in wanted]
+    found = [each.to_dense() for each in torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)]
+    real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in found]
+    return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in real]
 
 
 def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor, rounding: float) -> str:

@@ -85,6 +85,7 @@ class JobFunctions:
     where: str  # the rank, for errors
     selective_recompute: bool = False  # whether backward computes attention's scores again
     group: GroupFactory | None = None  # makes the process group of a batch's data ranks; None where there is none
+    divided: bool = False  # ranks hold parts of the model
     checking: bool = False  # refuse a loss that would depend on how the batch is divided
     # takes the name and the terms of each logged value; None where nothing is recorded
     record: Callable[[str, Terms], None] | None = None
@@ -155,13 +156,12 @@ class JobFunctions:
         layout: BatchLayout,
         model: nn.Module | None,
     ) -> str:
-        """Return why a loss could not be checked; empty where it was or need not be. Raises as `check_divisible`."""
-        if not self.checking or layout.whole or BATCH_LOSS in self.spec.inexact:
-            return ""
+        """Return why a loss could not be checked; empty where it was. Raises as `check_divisible`."""
         parameters = () if model is None else tuple(model.parameters())
         call = LossCall(
-            what=what, function=function, given=given, targets=targets, rows=batch.rows, parameters=parameters
-        )
+            what=what, function=function, given=given, targets=targets, rows=batch.rows, parameters=parameters,
+            divided=self.divided,
+        )  # fmt: skip
         modes = (nullcontext,) if model is None else (partial(evaluation_mode, model), partial(_own_training, model))
         compiled = self.spec.compile == "inductor"  # for each number of rows anew
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
@@ -248,7 +248,7 @@ class JobFunctions:
         """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
         if what in ("loss=", "step="):
             function = partial(self._measured, what, function)
-        unchecked = self._check(what, function, given, targets, batch, layout, model)
+        unchecked = self._check(what, function, given, targets, batch, layout, model) if self.checking else ""
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode(what, self.where), gather_with(rows.gather), self._logging(rows, batch):
             result = function(given, targets)
@@ -435,10 +435,10 @@ class Objective(nn.Module):
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        """Refuse, inside this context, a loss with state, or one that would depend on how the batch is divided."""
+    def checking(self, wanted: bool) -> Iterator[None]:
+        """Refuse, inside this context, a loss with state and, where wanted, one that depends on the batch's division."""
         caller, spec = self.caller, self.caller.spec
-        self.caller = replace(caller, checking=True)
+        self.caller = replace(caller, checking=wanted)
         try:
             what, function = ("step=", spec.step) if spec.step else ("loss=", spec.loss)
             with unchanged_buffers(what, function, self.model, caller.where):

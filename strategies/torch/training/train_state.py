@@ -92,7 +92,7 @@ class TorchReplica:
         begun: buffers from before the first forward of the next step; None where none has run.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
         sometimes_unused: in a later step, one of them did not.
-        uncut: that was tried with an undivided batch: one data rank, one micro-batch.
+        checked: the loss of a divided batch was compared with those of its parts, in this run or before it.
         logged: names of the values that the job logs, as far as they were tried.
         outer: it applies the results of several local steps of workers.
         local: names of buffers that each data rank keeps as its own.
@@ -123,7 +123,7 @@ class TorchReplica:
         self.sound = True
         self.confirm = confirm
         self.every_used: bool | None = None
-        self.uncut = self.outer = self.sometimes_unused = False
+        self.checked = self.outer = self.sometimes_unused = False
         self.logged: tuple[str, ...] = ()
         self.reseed(fold_seed(spec.seed, -1))
         deferred, self.start_digest = None if place is None else DeferredInit(), 0

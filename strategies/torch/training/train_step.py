@@ -28,12 +28,13 @@ from trainwright.core.data import (
     fold_seed,
     noise_is_due,
 )
+from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.torch_compat import foreach_multiply
 from trainwright.strategies.torch.torch_errors import TorchUserCode
-from trainwright.strategies.torch.training.batch_losses import BatchLayout
+from trainwright.strategies.torch.training.batch_losses import BATCH_LOSS, BatchLayout
 from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
 from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
@@ -219,7 +220,7 @@ def _run_micro_batch(
 def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
     """Return the numbered micro-batches of a feed, without skipped samples; the last one carries the stop request."""
     flat = [
-        (micro, MicroBatchShare(batch=batch.counted(), data_rank=data_rank, rows=feed.rows, layout=batch_layout(feed)))
+        (micro, MicroBatchShare(batch=batch.counted(), data_rank=data_rank, rows=feed.rows, layout=_batch_layout(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
@@ -235,9 +236,14 @@ def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]
         yield micro, replace(share, batch=copy_batch(share.batch), zero_weight=True, wish=False)
 
 
-def batch_layout(feed: Feed) -> BatchLayout:
+def _batch_layout(feed: Feed) -> BatchLayout:
     """Return how the global batch is divided."""
     return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]), step=feed.step)
+
+
+def needs_check(spec: ModelSpec, feed: Feed) -> bool:
+    """Return whether a batch is divided, and its loss must not depend on that."""
+    return not _batch_layout(feed).whole and BATCH_LOSS not in spec.inexact
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:

@@ -16,12 +16,13 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support.conformance import problems
 from tests.support.rank_processes import Exchange, formed, run_ranks
-from tests.support.torch_engines import batch, feed, one_device, plan, spec
+from tests.support.torch_engines import batch, feed, one_device, plan, saved, spec
 from trainwright.core.data import Batch, Feed, Terms, fold_seed, zero_weight
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.loss_api import outputs_first
 from trainwright.core.plan import Mesh, Plan
+from trainwright.core.topology import StateTransfer
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.training.batch_losses import per_sample
@@ -389,6 +390,131 @@ def test_a_number_that_could_not_be_compared_is_refused_with_its_error() -> None
         warmed(**changes)
     warmed(**changes, weight=lambda columns: len(columns["x"]))
     warmed(**{**changes, "step": lambda model, columns: needs_dropout(model, columns).repeat(8)})
+
+
+class Unwritten(Tagger):
+    """A language model whose head is zero at first, so that each token has the same loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.complex64)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(self.body(tokens), labels)
+        return found.logits if labels is None else found
+
+
+def of_outputs(outputs: Any, tags: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), tags.flatten())
+
+
+OF_EQUAL: dict[str, dict[str, Any]] = {
+    "step": {"loss": None, "step": texts},
+    "loss": {"inputs": ("tokens",), "targets": ("tags",), "loss": of_outputs},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OF_EQUAL)
+def test_the_gradient_shows_what_equal_values_do_not(name: str, precision: str) -> None:
+    changes = {"model": Unwritten, "targets": ("tags",), **OF_EQUAL[name]}
+    given = zero_weight(feed(first_rows(8), total=2))
+
+    def warm(**more: Any) -> None:
+        one_device(job(**changes, **more), plan(ranks=2, precision=precision)).warm(given)
+
+    with pytest.raises(JobError, match="but its gradient for 8 rows is not the mean of those of 2 parts of them"):
+        warm()
+    warm(weight=counted)
+    even = replace(given.parts[0][0], columns={**columns_of_even_length()})
+    given = zero_weight(feed(even, total=2))
+    warm()
+
+
+class Recurrent(torch.autograd.Function):
+    """Refuses to be differentiated, as an LSTM on a GPU in evaluation mode."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
+def test_gradients_that_cannot_be_computed_are_told_and_refuse_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Any, columns: Any) -> Any:
+        found = model(columns["tokens"]).flatten(0, 1)
+        found = found if model.training else Recurrent.apply(found)
+        return functional.cross_entropy(found, columns["tags"].clamp(min=0).flatten())
+
+    one_device(job(model=Unwritten, loss=None, step=step), plan(ranks=2)).warm(
+        zero_weight(feed(first_rows(8), total=2))
+    )
+    assert "gradients of step= were not compared, and its values are nearly equal: RuntimeError: cudnn" in caplog.text
+
+
+def columns_of_even_length() -> dict[str, Any]:
+    held = dict(first_rows(8).columns)
+    held["tags"] = np.where(np.arange(TOKENS) < TOKENS - 2, np.abs(held["tags"]) % CLASSES, -100)
+    return held
+
+
+def test_a_state_whose_run_passed_the_check_is_not_checked_again() -> None:
+    """Later values may differ more by rounding, and a recovery must not end a run that trains."""
+    broken: list[bool] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squares(outputs, targets) * (len(outputs) if broken else 1)
+
+    made, given = job(loss=loss, targets=("t",)), zero_weight(feed(first_rows(8), total=2))
+    passed, undivided, fresh, resumed, restored = (one_device(made, plan(ranks=2)) for _ in range(5))
+    for engine, total in ((passed, 2), (undivided, 1)):
+        engine.train_step(feed(first_rows(8), total=total))
+    broken.append(True)
+    passed.warm(given)
+    resumed.load(saved(passed))
+    restored.restore(passed.snapshot())
+    for engine in (resumed, restored):
+        engine.warm(given)
+    for engine in (fresh, undivided):
+        with pytest.raises(JobError, match=r"it is .* for 8 rows"):
+            engine.warm(given)
+
+
+def _later(rank: int, world: int, exchange: Exchange) -> Any:
+    """The numbers of rows of each call, on ranks of which the last one comes after the first steps."""
+    called: list[int] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        called.append(len(outputs))
+        return squares(outputs, targets)
+
+    found = []
+    for make in (DataParallel, Sharded):
+        mesh = Mesh(data=world) if make is DataParallel else Mesh(shard=world)
+        engine = make()
+        for _ in range(2):
+            called.clear()
+            formed(rank, exchange, job(loss=loss, targets=("t",)), engine=engine, how=plan(mesh=mesh))
+            engine.transfer([StateTransfer(source=0, target=2, piece="state")] if make is DataParallel else [])
+            given = feed(first_rows(8), rank=rank, total=world)
+            engine.warm(zero_weight(given))
+            found.append([*called])
+            engine.train_step(given)
+            engine.leave()
+            if rank == world - 1 and make is DataParallel:
+                engine = make()
+    return found
+
+
+def test_ranks_check_once_and_those_that_join_do_not() -> None:
+    for first, again, sharded, once in run_ranks(_later, 3):
+        assert first == [8, 4, 4, 8, 8] and again == [8], "checked in the first formation, and in none later"
+        assert sharded == [8, 4, 4, 8] and once == [8]
 
 
 @pytest.mark.parametrize("changes", [OF_TOKENS, NOISY, GIVEN])
