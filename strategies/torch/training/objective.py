@@ -146,6 +146,12 @@ class JobFunctions:
                 "step=", partial(_step_loss, self, model, layout.step), dict(columns), (), batch, layout, model
             )
 
+    def check_turns(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> None:
+        """Raise JobError where the sum of a step's losses depends on how the batch is divided."""
+        with self.precision():
+            step = partial(self._measured, "step=", partial(_step_loss, self, model))
+            self._check("step=", step, dict(columns), (), batch, layout, model)
+
     def _check(
         self,
         what: str,

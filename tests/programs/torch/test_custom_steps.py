@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch.optim.lr_scheduler import StepLR
 
 import trainwright as tw
-from tests.support.gan_jobs import OPTIMIZERS, Gan, step
+from tests.support.gan_jobs import OPTIMIZERS, Gan, real, step
 from tests.support.planner_cases import decide
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import Files, double, feed, loss, one_device, plan, saved, spec
@@ -219,6 +219,25 @@ def test_two_ranks_are_a_plain_loop_and_refuse_what_differs() -> None:
         assert "step= yielded other names" in result[4]
         assert "step= yielded one number for 'discriminator'" in result[5]
         assert "LBFGS, whose step() takes a closure, needs all of the model on each worker" in result[6]
+
+
+def _relativistic(model: Any, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Compares each sample with the mean of the others, which a rank has its part of; with a gradient penalty."""
+    x = batch["x"].requires_grad_()
+    fake = model.generator(batch["z"])
+    scores = 9.0 * model.discriminator(x)
+    (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    yield "discriminator", real(scores - model.discriminator(fake.detach()).mean(), 1.0) + slope.square().sum(1)
+    yield "generator", real(model.discriminator(fake) - scores.detach().mean(), 1.0)
+
+
+def test_several_losses_that_compare_samples_are_refused_where_the_batch_is_divided() -> None:
+    given = zero_weight(share(0, of=RANKS))
+    with pytest.raises(JobError, match=r"step= is not of each sample alone.*2 data ranks.*batch_loss"):
+        one_device(gan(step=_relativistic)).warm(given)
+    one_device(gan(step=_relativistic, inexact=("batch_loss",))).warm(given)
+    one_device(gan(step=_relativistic)).warm(zero_weight(share(0)))
+    one_device(gan()).warm(given)
 
 
 def unknown(model: Any, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
