@@ -149,7 +149,7 @@ class JobFunctions:
     def check_turns(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> None:
         """Raise JobError where the sum of a step's losses depends on how the batch is divided."""
         with self.precision():
-            step = partial(self._measured, "step=", partial(_step_loss, self, model))
+            step = partial(self._measured, "step=", partial(_step_loss, self, model, layout.step))
             self._check("step=", step, dict(columns), (), batch, layout, model)
 
     def _check(
@@ -442,7 +442,7 @@ class Objective(nn.Module):
 
     @contextmanager
     def checking(self, wanted: bool) -> Iterator[None]:
-        """Refuse, inside this context, a loss with state and, where wanted, one that depends on the batch's division."""
+        """Refuse, inside this context, a loss with state and, where wanted, one that depends on the division."""
         caller, spec = self.caller, self.caller.spec
         self.caller = replace(caller, checking=wanted)
         try:
