@@ -128,7 +128,7 @@ def _victim(pipe: Connection, ordered: Ordered) -> None:
     """Train, copy the state to memory, tell which copy, and train until it is killed."""
     worker = Worker(ordered.config, "node")
     worker.form(_group(worker, ordered, GENERATION))
-    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.restore(RestorePlan(step=0, source="initial"))
     worker.run(RunRequest(steps=range(STEPS - 1)))
     worker.snapshot(SnapshotRequest(step=STEPS - 1, verbs=("keep",)))
     taken = worker.keep(MemoryCopyRequest(version=1))
@@ -144,7 +144,7 @@ def _standby(pipe: Connection, ordered: Ordered) -> None:
     pipe.send(None)
     kept: MemoryCheckpoint = pipe.recv()
     worker.form(_group(worker, ordered, AFTERWARDS))
-    worker.heal(RestorePlan(step=kept.step, source="keeper", kept=kept))
+    worker.restore(RestorePlan(step=kept.step, source="keeper", kept=kept))
     worker.run(RunRequest(steps=range(kept.step, kept.step + 1)))
     pipe.send(None)
     pipe.recv()

@@ -151,7 +151,7 @@ def _run_rank(
         threads=placement.threads,
     )  # fmt: skip
     worker.form(group)
-    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.restore(RestorePlan(step=0, source="initial"))
     result = work(LocalRank(worker=worker, rank=rank, barrier=barrier, context_value=context_value))
     barrier.wait(BARRIER_S)
     worker.leave()

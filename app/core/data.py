@@ -109,7 +109,7 @@ class Feed:
     data_ranks: range  # the data ranks fed, of `total`
     total: int  # number of data ranks
     rows: int  # real samples in the global batch, over all data ranks
-    wish: bool = False  # this rank asks to stop; that travels in the reduction that carries the weights
+    stop_requested: bool = False  # this rank asks to stop; that travels in the reduction that carries the weights
     # the feed of the step after, which may have one too: where the plan's steps may begin before the one before them
     # ends, and these are sure to be asked for next; on all ranks or on none
     following: Feed | None = None
@@ -160,7 +160,7 @@ class StepReport:
     weight: float  # sum of weights over the global batch
     learning_rate: float  # of the first parameter group, as used
     gradient_norm: float | None = None  # global norm before clipping; None when the job does not clip
-    wish: bool = False  # some rank asked to stop
+    stop_requested: bool = False  # some rank asked to stop
     overflowed: bool = False  # nothing was applied, because the gradient was too large for `fp16`
     finished: bool = False  # nothing is left to train, though steps may be left, as a callback of Keras' may decide
     logged: MetricSums = field(default_factory=MetricSums)  # sums of the values of `tw.log` over the global batch

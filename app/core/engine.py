@@ -502,7 +502,7 @@ class Engine(Protocol):
         """Run one step of this rank; in collective topologies its part of one global step.
 
         Given the feed of the following step, it may begin that: `train_step` is the next call then, unless the report
-        tells of a wish, or the group is left.
+        tells of a stop request, or the group is left.
         """
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
@@ -577,12 +577,12 @@ class IndependentEngine(Engine, Protocol):
     its part of the unit that it was given last.
     """
 
-    def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """On a server: let workers take the steps before `until`; ends when all are applied on all servers.
 
         The first server gives each step's report, over all its units, when that is complete, in order; the others give
-        none. Once `wish()` is true (the first server's is heard) no step is begun any more: those begun are completed,
-        and the last report has `wish`.
+        none. Once `stop_requested()` is true (the first server's counts) no step is begun: those begun are completed,
+        and the last report has `stop_requested`.
         """
 
     def lease(self, first: int) -> WorkUnit | None:

@@ -47,14 +47,14 @@ def on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
 def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
     """Choose the ranks that write checkpoints, once all ranks are restored."""
     state = turn.state
-    assert state.epoch.heal is not None, "there is a restore plan"
+    assert state.epoch.restore_plan is not None, "there is a restore plan"
     nodes = [member.node for member in state.membership.members]
     keepers = () if state.memory.keep_off else choose_memory_copy_ranks(tags, nodes, state.settings.world.reform)
     turn.change(
         writers=choose_writers(tags),
         keepers=keepers,
         neighbours=choose_neighbours(tags, nodes, keepers),
-        kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
+        kept_s=turn.now_s if state.epoch.restore_plan.source != "keeper" else state.memory.kept_s,
         replicas=tuple(sorted(rank for rank, tag in tags.items() if len(tag.pieces) == tag.total)),
         just_in_time=None,
         considered=-1,

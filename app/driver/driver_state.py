@@ -38,16 +38,16 @@ from trainwright.driver.run_policy import RunPolicy
 class Phase(Enum):
     """What the workers do, as far as the driver knows.
 
-    A run without failures goes through ACQUIRING, GATHERING, RESERVING, FORMING and HEALING. RUNNING, SNAPSHOTTING and
-    EVALUATING alternate until the last step. WAITING, CLOSING, RELEASING and FINISHED end the run. Each failure leads
-    to GATHERING; so does PROBING, which follows HEALING under each plan that is measured.
+    A run without failures goes through ACQUIRING, GATHERING, RESERVING, FORMING and RESTORING. RUNNING, SNAPSHOTTING
+    and EVALUATING alternate until the last step. WAITING, CLOSING, RELEASING and FINISHED end the run. Each failure
+    leads to GATHERING; so does PROBING, which follows RESTORING under each plan that is measured.
     """
 
     ACQUIRING = "acquiring"
     GATHERING = "gathering"  # processes start, survivors leave the old group
     RESERVING = "reserving"
     FORMING = "forming"
-    HEALING = "healing"
+    RESTORING = "restoring"
     PROBING = "probing"  # throwaway steps of a plan are measured
     READY = "ready"  # every rank stands at `state.position.step`, idle; only within a decision
     RUNNING = "running"
@@ -62,7 +62,7 @@ class Phase(Enum):
 
 
 STEADY_PHASES = frozenset({Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING, Phase.READY, Phase.WAITING})
-RECOVERY_PHASES = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING})
+RECOVERY_PHASES = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.RESTORING, Phase.PROBING})
 _NO_GENERATION = Generation(token=0, number=0)
 HANG_FACTOR = 30.0  # times the longest wait so far
 MIN_HANG_DEADLINE_S = 120.0  # reads from a slow store are repeated for a minute, which is no hang
@@ -152,7 +152,7 @@ class FailureCause:
     kind: str = ""
 
 
-PendingStage = Literal["start", "hold", "reserve", "form", "heal", "run", "evaluate"]
+PendingStage = Literal["start", "hold", "reserve", "form", "restore", "run", "evaluate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ class Epoch:
     """The current rendezvous."""
 
     generation: Generation = _NO_GENERATION  # rendezvous epoch
-    heal: RestorePlan | None = None  # restore plan of this epoch
+    restore_plan: RestorePlan | None = None  # restore plan of this epoch
 
 
 @dataclass(frozen=True, kw_only=True)

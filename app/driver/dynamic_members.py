@@ -1,7 +1,7 @@
 """Members outside the collective group, whose loss the engine tolerates: parameter servers, asynchronous workers.
 
 The death of such a process does not end a rendezvous epoch. Another process takes its rank and joins (reserve, form,
-heal, then the current verb) while the others continue. A member that lost its peers and a member that the run grows by
+restore, then the current verb) while the others continue. A member that lost its peers, and one that the run grows by,
 join in the same way. A member that is still in a segment when the others have ended it rejoins once it answers.
 """
 
@@ -38,7 +38,7 @@ from trainwright.driver.messages import ReserveRequest
 
 _RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # before a member that lost its peers joins again; the cause is known by then
 NO_ADDRESS = Address(host="", port=0)
-_JOINING = frozenset({"reserve", "form", "heal"})
+_JOINING = frozenset({"reserve", "form", "restore"})
 _CALLED = _JOINING | {"run"}
 
 
@@ -197,9 +197,9 @@ def on_member_answered(turn: Transition, event: m.CallReturned) -> None:
         case "reserve":
             _form(turn, worker, rank, event.value)
         case "form":
-            heal = m.RestorePlan(step=state.position.step, source="join", passing=state.recovery.passing)
-            _call(turn, worker, "heal", heal)
-        case "heal":
+            restore_plan = m.RestorePlan(step=state.position.step, source="join", passing=state.recovery.passing)
+            _call(turn, worker, "restore", restore_plan)
+        case "restore":
             update_member(turn, rank, told=True, fresh=False)
             turn.emit(Joined(
                 generation=state.epoch.generation.number, worker=worker, rank=rank,

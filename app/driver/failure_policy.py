@@ -205,9 +205,9 @@ def backoff_s(failures: int) -> float:
 
 def limit_target_step(state: DriverState, until: int) -> int:
     """Return the step to run to, `until` at most: after failures, one step at a time past the highest one known."""
-    heal, plan, position = state.epoch.heal, state.membership.plan, state.position
+    restore_plan, plan, position = state.epoch.restore_plan, state.membership.plan, state.position
     streamed = plan is not None and plan.streamed  # a step begins the next one, which may be the cause
-    if not state.recovery.failures or heal is None or (heal.source == "replica" and not streamed):
+    if not state.recovery.failures or restore_plan is None or (restore_plan.source == "replica" and not streamed):
         return until
     return min(until, position.high if position.step < position.high else position.step + 1)
 

@@ -284,7 +284,7 @@ def _admit_joiners(turn: Transition) -> None:
     """Give ranks to joining workers that are up; release members for which the plan has no rank."""
     state, count = turn.state, len(turn.state.membership.members)
     total = target_size(state)
-    unknown = state.epoch.heal is None  # the step of workers that outlived another driver
+    unknown = state.epoch.restore_plan is None  # the step of workers that outlived another driver
     if state.loses_state(total) and (unknown or state.position.progress > state.copied):
         total = state.usable_workers(count)  # the members hold a newer state than any copy: grow once it is copied
     change = total - count

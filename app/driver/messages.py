@@ -6,7 +6,7 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 |------------|---------------------|--------------------------|--------|
 | reserve    | ReserveRequest      | Address                  | steps  |
 | form       | Group               | StateTag                 | steps  |
-| heal       | RestorePlan         | StateTag                 | steps  |
+| restore    | RestorePlan         | StateTag                 | steps  |
 | probe      | ProbeRequest        | seconds of a step        | steps  |
 | run        | RunRequest          | SegmentReport            | steps  |
 | evaluate   | EvaluateRequest     | MetricSums               | steps  |
@@ -47,8 +47,8 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Generation, Role, StalenessCounts, StateTransfer
 
 Verb = Literal[
-    "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "trace", "stop", "interrupt",
-    "leave",
+    "reserve", "form", "restore", "probe", "run", "evaluate", "snapshot", "upload", "keep", "trace", "stop",
+    "interrupt", "leave",
 ]  # fmt: skip
 CallFailureKind = Literal["user", "peer", "data", "storage", "internal"]
 RunOutcome = Literal["done", "stopped", "failed"]

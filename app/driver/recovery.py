@@ -31,7 +31,7 @@ from trainwright.driver.failure_policy import failed_event
 from trainwright.driver.membership import complete_members, drop_workers, on_standby_died, replace_workers
 
 _SHOWN_RANKS = 8
-_STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # a throwaway step counts as the first step
+_STEPPING = frozenset({Phase.RUNNING, Phase.RESTORING, Phase.PROBING})  # a throwaway step counts as the first step
 
 
 def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
@@ -72,7 +72,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)
         turn.adjust_policy(layouts=leaner)
-    elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):
+    elif event.verb == "restore" and isinstance(error, DamagedCheckpoint) and _has_older(state):
         _has_answered(turn, worker)
         _fall_back(turn, error, cause)
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
@@ -96,7 +96,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         _has_answered(turn, worker)
         _begin_recovery(turn, replace(cause, peer=True), left={worker})
     else:
-        if event.verb == "heal":
+        if event.verb == "restore":
             checkpointing.forget_memory_checkpoint(turn)
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)

@@ -118,19 +118,19 @@ def on_group_formed(turn: Transition) -> None:
     """Choose the state to continue from, once all ranks reported theirs. If there is none, replace every process."""
     state = turn.state
     tags: Mapping[int, StateTag] = state.answers
-    heal = _choose_restore_plan(state, tags)
-    if heal is None:
+    restore_plan = _choose_restore_plan(state, tags)
+    if restore_plan is None:
         turn.disarm()
         turn.enter(Phase.GATHERING)
         replace_workers(turn, range(len(state.membership.members)), kill=True)
         return
-    if heal.source == "replica":
-        failure_policy.note_step(turn, heal.step)
+    if restore_plan.source == "replica":
+        failure_policy.note_step(turn, restore_plan.step)
     failure_policy.record_crash_loop(turn)
-    report = next((tag.report for tag in tags.values() if tag.report and tag.report.step == heal.step), None)
-    heal = replace(heal, passing=turn.state.recovery.passing, report=report)
-    turn.enter(Phase.HEALING, heal=heal)
-    turn.call_all("heal", heal)
+    report = next((tag.report for tag in tags.values() if tag.report and tag.report.step == restore_plan.step), None)
+    restore_plan = replace(restore_plan, passing=turn.state.recovery.passing, report=report)
+    turn.enter(Phase.RESTORING, restore_plan=restore_plan)
+    turn.call_all("restore", restore_plan)
     turn.arm("call", state.settings.deadlines.call_deadline_s)
 
 
@@ -157,11 +157,11 @@ def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> Re
 
 def on_state_restored(turn: Transition) -> None:
     """Complete the rendezvous: every rank is at the same step."""
-    state, heal, members = turn.state, turn.state.epoch.heal, turn.state.membership.members
-    assert heal is not None, "there is no restore plan"
+    state, restore_plan, members = turn.state, turn.state.epoch.restore_plan, turn.state.membership.members
+    assert restore_plan is not None, "there is no restore plan"
     tags: Mapping[int, StateTag] = state.answers
-    assert all((tag.step or 0) == heal.step for tag in tags.values()), (
-        f"ranks are at different steps, not at {heal.step}"
+    assert all((tag.step or 0) == restore_plan.step for tag in tags.values()), (
+        f"ranks are at different steps, not at {restore_plan.step}"
     )
     if state.trials is not None:
         _begin_probe(turn)
@@ -172,23 +172,23 @@ def on_state_restored(turn: Transition) -> None:
             generation=state.epoch.generation.number,
             workers=workers,
             servers=servers,
-            step=heal.step,
-            source=heal.source,
-            checkpoint=heal.checkpoint.path if heal.checkpoint else "",
+            step=restore_plan.step,
+            source=restore_plan.source,
+            checkpoint=restore_plan.checkpoint.path if restore_plan.checkpoint else "",
             survivors=sum(not member.fresh for member in members),
             seconds=turn.now_s - state.recovery.since_s,
-            steps_lost=max(0, state.position.progress - heal.step, state.position.told - heal.step),
+            steps_lost=max(0, state.position.progress - restore_plan.step, state.position.told - restore_plan.step),
             nodes=ranks_by_node([member.node for member in members]),
         )
     )
     turn.enter(Phase.READY)
     plan = state.membership.plan
     update_members(turn, (_member_with_state(member, tags[rank], plan, rank) for rank, member in enumerate(members)))
-    turn.stand_at(heal.step)
+    turn.stand_at(restore_plan.step)
     checkpointing.on_state_restored(turn, tags)
-    segments.forget_evaluations_after(turn, heal.step)
-    failure_policy.on_state_restored(turn, heal.step)
-    step_traces.on_state_restored(turn, heal.step)
+    segments.forget_evaluations_after(turn, restore_plan.step)
+    failure_policy.on_state_restored(turn, restore_plan.step)
+    step_traces.on_state_restored(turn, restore_plan.step)
 
 
 def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, rank: int) -> GroupMember:

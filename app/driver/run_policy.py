@@ -134,7 +134,7 @@ class Deadlines:
     place_deadline_s: float = 300.0  # for all missing processes to start
     shrink_s: float = 30.0  # for them to start, if the others may continue without them
     preemption_s: float = 25.0  # from a preemption notice to the end of the process
-    call_deadline_s: float = 90.0  # for reserve, form and heal
+    call_deadline_s: float = 90.0  # for reserve, form and restore
     leave_deadline_s: float = 15.0  # for survivors to leave a broken group, once one of them has
     interrupt_deadline_s: float = 5.0  # for ranks that hang to answer an interrupt
     # without a completed step, for a snapshot and for an evaluation; None learns it from the steps

@@ -35,7 +35,7 @@ EventKind = tuple[type, str]
 _ALL = frozenset(Phase) - {Phase.READY}
 _CALLING = frozenset(
     {
-        Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING, Phase.RUNNING, Phase.SNAPSHOTTING,
+        Phase.RESERVING, Phase.FORMING, Phase.RESTORING, Phase.PROBING, Phase.RUNNING, Phase.SNAPSHOTTING,
         Phase.EVALUATING,
     }
 )  # fmt: skip
@@ -45,7 +45,7 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "place": frozenset({Phase.GATHERING}),
     "shrink": frozenset({Phase.GATHERING}),
     "leave": frozenset({Phase.GATHERING}),
-    "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.HEALING}),
+    "call": frozenset({Phase.RESERVING, Phase.FORMING, Phase.RESTORING}),
     "hang": frozenset({Phase.RUNNING, Phase.EVALUATING, Phase.SNAPSHOTTING, Phase.PROBING}),
     "pause": frozenset({Phase.RUNNING}),
     "notice": frozenset({Phase.RUNNING, Phase.WAITING}),
@@ -72,7 +72,7 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
     (m.CallRaised, "trace"): _LIVING - {Phase.PROBING},
     (m.WorkerDied, ""): _LIVING | {Phase.RELEASING},
     (m.PreemptionNoticed, ""): _WORKING,
-    (m.StepsCompleted, ""): _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
+    (m.StepsCompleted, ""): _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.RESTORING, Phase.PROBING},
     (m.CheckpointCommitted, ""): _LIVING - {Phase.PROBING},
     (m.CommitFailed, ""): _LIVING - {Phase.PROBING},
     (m.StopRequested, ""): _ALL - {Phase.FINISHED},
@@ -398,7 +398,7 @@ _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
 _PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
     Phase.RESERVING: rendezvous.on_ports_reserved,
     Phase.FORMING: rendezvous.on_group_formed,
-    Phase.HEALING: rendezvous.on_state_restored,
+    Phase.RESTORING: rendezvous.on_state_restored,
     Phase.PROBING: rendezvous.on_probe_returned,
     Phase.RUNNING: segments.on_segment_ended,
     Phase.SNAPSHOTTING: checkpointing.on_snapshots_taken,

@@ -674,8 +674,8 @@ def own_processes_reason(job: Job, plan: Plan, processes: Processes | None) -> s
         "replace_stragglers=": recovery.replace_stragglers,
         'on_crash_loop="skip"': recovery.on_crash_loop == "skip",
     }
-    wishes = [f"{option} asks for processes that can be replaced" for option, value in asked.items() if value]
-    return needed or next(iter(wishes), "")
+    needs = [f"{option} asks for processes that can be replaced" for option, value in asked.items() if value]
+    return needed or next(iter(needs), "")
 
 
 def _process_need(plan: Plan) -> str:

@@ -140,10 +140,10 @@ class WhatIf:
     Prints as a table; HTML with charts in a notebook.
     """
 
-    # profile, cluster, wishes: the question; `--json` shows it under these names
+    # profile, cluster, request: the question; `--json` shows it under these names
     profile: ModelProfile
     cluster: Cluster
-    wishes: SizingRequest
+    request: SizingRequest
     chosen: ClusterChoice  # the best choice by the aim: accelerators, batch size and plan, with time and price
     # that fit the chosen accelerators and batch size, best first; of equal plans, the simplest comes first
     plans: tuple[Plan, ...]
@@ -189,7 +189,7 @@ def what_if(profile: ModelProfile, cluster: Cluster, request: SizingRequest) -> 
     return WhatIf(
         profile=profile,
         cluster=cluster,
-        wishes=request,
+        request=request,
         chosen=chosen,
         plans=ranking.plans,
         misfits=ranking.misfits,
@@ -331,7 +331,7 @@ def _headline(answer: WhatIf) -> str:
 
 def _fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
     """Return names and values of the question and the predictions."""
-    chosen, request = answer.chosen, answer.wishes
+    chosen, request = answer.chosen, answer.request
     estimate = estimate_of(chosen.plan)
     device = find_accelerator(answer.cluster.kinds[0])
     assert device is not None
@@ -384,13 +384,15 @@ def _size_rows(answer: WhatIf) -> _TableRows:
 
 def _batch_rows(answer: WhatIf) -> _TableRows:
     """Return headings, and for each requested batch size steps, accelerators, time, cost, goodput and plan."""
-    if not answer.wishes.batch_sizes:
+    if not answer.request.batch_sizes:
         return (), []
     none = ("-", "-", "-", "-", "", "no plan fits")
-    found: dict[int, tuple[str, ...]] = dict.fromkeys(answer.wishes.batch_sizes, none)
+    found: dict[int, tuple[str, ...]] = dict.fromkeys(answer.request.batch_sizes, none)
     found |= {choice.batch_size: (f"{choice.accelerators:,}", *_figures(answer, choice)) for choice in answer.batches}
     headings = ("batch size", "steps to target", "accelerators", "time", "cost", "goodput", "", "best plan")
-    return headings, [(f"{size:,}", f"{answer.wishes.steps_with(size):,}", *row) for size, row in sorted(found.items())]
+    return headings, [
+        (f"{size:,}", f"{answer.request.steps_with(size):,}", *row) for size, row in sorted(found.items())
+    ]
 
 
 def _reason(plan: Plan, best: Plan) -> str:

@@ -236,7 +236,7 @@ class EffectExecutor:
         actor = self._workers.actor(effect.worker)
         if actor is None:
             return  # its end was reported
-        if effect.verb == "heal" and effect.argument.source != "join":
+        if effect.verb == "restore" and effect.argument.source != "join":
             self._output.restart_at(effect.argument.step)
         if effect.verb == "form":
             self._output.listen_to(effect)

@@ -107,7 +107,7 @@ class RankFeeds:
 
     def next(self, until: int) -> Feed:
         """Return the next batch, and read ahead up to a step."""
-        assert self._lookahead is not None, "heal comes before run"
+        assert self._lookahead is not None, "restore comes before run"
         return self._lookahead.next(until)
 
     @property
@@ -250,8 +250,8 @@ class StepSkipper:
 
     def _pass_by(self, engine: Engine, feed: Feed) -> StepReport:
         """Take a step with weight 0 and without its batch, which keeps its place in the sample order."""
-        assert self._blank is not None, "heal comes before run"
-        blank = replace(self._blank, step=feed.step, wish=feed.wish, data_ranks=feed.data_ranks)
+        assert self._blank is not None, "restore comes before run"
+        blank = replace(self._blank, step=feed.step, stop_requested=feed.stop_requested, data_ranks=feed.data_ranks)
         return replace(engine.train_step(blank), loss=math.nan)
 
     def _record(self, step: int, samples: Iterable[int], why: str) -> None:

@@ -216,34 +216,34 @@ class Worker:
         assert self._data is not None, "form comes first: it opens the streams"
         return self._data
 
-    def heal(self, heal: RestorePlan) -> StateTag:
+    def restore(self, restore_plan: RestorePlan) -> StateTag:
         """Bring the state and the data stream to the agreed step, and warm up."""
         self._close_feeds()
         alone = self._plan.topology == "independent"
-        if heal.source == "join" or (alone and self._role == "worker"):
-            tag = StateTag(step=heal.step, pieces=frozenset())  # the others have it
-        elif heal.kept is not None:
-            tag = self._engine.load(self._copies.memory_checkpoint(heal.kept))
-        elif heal.checkpoint is None:
-            tag = self._engine.transfer(heal.moves)
+        if restore_plan.source == "join" or (alone and self._role == "worker"):
+            tag = StateTag(step=restore_plan.step, pieces=frozenset())  # the others have it
+        elif restore_plan.kept is not None:
+            tag = self._engine.load(self._copies.memory_checkpoint(restore_plan.kept))
+        elif restore_plan.checkpoint is None:
+            tag = self._engine.transfer(restore_plan.moves)
         else:
-            tag = self.load(heal.checkpoint, weights_only=False)
-        passing = {passed.step - 1: passed.why for passed in heal.passing}
-        blank = self._passing.begin(passing, self._feeds.training, heal.step)
+            tag = self.load(restore_plan.checkpoint, weights_only=False)
+        passing = {passed.step - 1: passed.why for passed in restore_plan.passing}
+        blank = self._passing.begin(passing, self._feeds.training, restore_plan.step)
         if not alone or self._role == "worker":
             self._engine.warm(blank)
         if not alone:
             prefetcher = None
             if self._engine.capabilities.torch_training:
                 prefetcher = cast(TorchTrainingEngine, self._engine).prefetcher()
-            self._feeds.start(heal.step, self._plan.ahead, self._passing.told, prefetcher)
-        self._step = heal.step
-        self._records.begin(self._interruption.current.number, heal.step)
+            self._feeds.start(restore_plan.step, self._plan.ahead, self._passing.told, prefetcher)
+        self._step = restore_plan.step
+        self._records.begin(self._interruption.current.number, restore_plan.step)
         self._meter.begin()
-        self._begin_callbacks(heal)
-        return replace(tag, step=heal.step)
+        self._begin_callbacks(restore_plan)
+        return replace(tag, step=restore_plan.step)
 
-    def _begin_callbacks(self, heal: RestorePlan) -> None:
+    def _begin_callbacks(self, restore_plan: RestorePlan) -> None:
         """Make the callbacks of a torch job in a process that becomes rank 0, and call those of a recovery."""
         make, (rank, _) = self._job.tensorflow.callbacks, self._rank_and_size
         if make is None or rank != 0 or not self._engine.capabilities.torch_training:
@@ -254,7 +254,7 @@ class Worker:
             self._callbacks = Callbacks(
                 make, lambda: cast(TorchTrainingEngine, self._engine).whole_model(), steps, self._emit
             )
-        self._callbacks.after_recovery(heal.step, heal.report)
+        self._callbacks.after_recovery(restore_plan.step, restore_plan.report)
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
         """Load a checkpoint; that is enough to evaluate and predict, without a throwaway step."""
@@ -270,7 +270,7 @@ class Worker:
             before = time.perf_counter()
             over = len(took) >= wanted.steps or (len(took) > 0 and before - begun > wanted.seconds)
             try:
-                over = self._engine.train_step(replace(feed, step=len(took), wish=over)).wish
+                over = self._engine.train_step(replace(feed, step=len(took), stop_requested=over)).stop_requested
             except NonFiniteLoss:  # so many steps on one batch may lead anywhere; on all ranks at once
                 if len(took) >= 2:
                     break
@@ -316,7 +316,7 @@ class Worker:
         engine, first, stopped = cast(IndependentEngine, self._engine), self._step, False
         begun = time.perf_counter()
         for report in engine.serve(until, lambda: self._stop_requested.is_set() and self._step > first):
-            self._step, stopped, now = report.step, report.wish, time.perf_counter()
+            self._step, stopped, now = report.step, report.stop_requested, time.perf_counter()
             self._records.add(
                 report, samples=self._feeds.training.schedule.size(report.step - 1), step_s=now - begun, wait_s=math.nan
             )
@@ -354,11 +354,11 @@ class Worker:
                 with self._profiler.span("data wait"):
                     feed = self._feeds.next(until)
                 fed = time.perf_counter()
-                feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
+                feed = replace(feed, stop_requested=True) if self._stop_requested.is_set() else feed
                 feed, metrics = replace(feed, metrics=metrics) if metrics is not None else feed, None
                 report = self._passing.step(self._engine, self._job, feed)
                 taken = time.perf_counter()
-            self._step, stopped, finished = report.step, report.wish, report.finished
+            self._step, stopped, finished = report.step, report.stop_requested, report.finished
             times = {"step_s": taken - begun, "wait_s": fed - begun}
             self._records.add(report, samples=feed.rows, **times)
             self._meter.add(report, **times)

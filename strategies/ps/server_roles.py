@@ -49,17 +49,17 @@ class LeadServer(ShardServer):
         }
         self._thread.start()
 
-    def serve(self, start: int, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, start: int, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """Yield each step's report, when it is complete."""
         self._start(start, until)
         stopped = False
         while True:
             news = self._next_news()
-            if not stopped and (stopped := wish()):
+            if not stopped and (stopped := stop_requested()):
                 self._stop()
             match news:
                 case StepReport() as report:
-                    yield replace(report, wish=stopped and report.step == self._leases.table.until)
+                    yield replace(report, stop_requested=stopped and report.step == self._leases.table.until)
                 case "over":
                     return
                 case Exception() as error:
@@ -228,7 +228,7 @@ class FollowerServer(ShardServer):
         self._poller = threading.Thread(target=self._poll_events, name=f"events of rank {group.rank}", daemon=True)
         self._poller.start()
 
-    def serve(self, start: int, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, start: int, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """Yield no report: the first server yields all of them."""
         with self.lock:
             self._start_segment(start)

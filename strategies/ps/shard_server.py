@@ -150,7 +150,7 @@ class ShardServer:
             self._pulls.invalidate()
             self.updates.sound = True
 
-    def serve(self, start: int, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, start: int, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """Let the workers take the steps from `start` on and before `until`, see `core.engine.IndependentEngine`.
 
         Raises:

@@ -61,22 +61,22 @@ class _WorkerSums:
         options: of the collectives.
 
     Attributes:
-        wished: whether some worker requested a stop in the last step.
+        stop_requested: whether some worker requested a stop in the last step.
     """
 
     def __init__(self, strategy: Any, rank: int, size: int, options: Any) -> None:
         self._strategy, self.rank, self.size, self._options = strategy, rank, size, options
-        self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 for a wish to stop
-        self.wished = tf.Variable(0.0, dtype=tf.float32, trainable=False)
+        self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 to request a stop
+        self.stop_requested = tf.Variable(0.0, dtype=tf.float32, trainable=False)
         self._compiled = tf.function(self.sum, autograph=False)
 
     def give(self, feed: Feed) -> None:
-        """Take over this worker's share of a batch, and its wish."""
+        """Take over this worker's share of a batch, and its stop request."""
         own = sum(int(np.count_nonzero(batch.weights)) for part in feed.parts for batch in part)
-        self._given.assign([own / feed.rows, float(feed.wish)])
+        self._given.assign([own / feed.rows, float(feed.stop_requested)])
 
     @property
-    def wish(self) -> Any:
+    def own_stop_request(self) -> Any:
         """() float32: 1 if this worker requests a stop, else 0."""
         return tf.cast(self._given[1], tf.float32)
 
@@ -227,9 +227,9 @@ class _CompiledOnWorkers(CompiledModel):
         self._sums.give(feed)
         return [self.data(whole_batch(feed), training=training)]
 
-    def wished(self, feed: Feed) -> bool:
+    def stop_requested(self, feed: Feed) -> bool:
         """Return whether some worker requested a stop in the last step."""
-        return bool(self._sums.wished.numpy() > 0)
+        return bool(self._sums.stop_requested.numpy() > 0)
 
     def agree(self) -> None:
         """Give all workers the learning rates of the first, and end the training if a callback of one of them did.
@@ -277,13 +277,13 @@ class _CompiledOnWorkers(CompiledModel):
         found += [sums.weighted(each - old) for each, old in zip(kept, before[len(metrics) :], strict=True)]
         plain = {name: value for name, value in logs.items() if name not in model.get_metrics_result()}
         own = [self._part(_as_float(value)) for value in plain.values()]
-        *whole, wished = sums.sum([*found, *map(sums.of_first, seeds), *own, sums.wish])
+        *whole, stopped = sums.sum([*found, *map(sums.of_first, seeds), *own, sums.own_stop_request])
         for variable, old, change in zip((*metrics, *kept), before, whole, strict=False):
             variable.assign(old + change)
         for variable, new in zip(seeds, whole[len(before) :], strict=False):
             variable.assign(new)
         if training:
-            self._sums.wished.assign(wished)
+            self._sums.stop_requested.assign(stopped)
         means = dict(zip(plain, whole[len(whole) - len(own) :], strict=True))
         return {**means, **{name: value for name, value in model.get_metrics_result().items() if name in logs}}
 

@@ -272,9 +272,9 @@ class CompiledModel:
         with _losses_by_batch(self.model):
             return self._steps.get("test", data)(data)
 
-    def wished(self, feed: Feed) -> bool:
+    def stop_requested(self, feed: Feed) -> bool:
         """Return whether a worker requested a stop in the last step."""
-        return feed.wish
+        return feed.stop_requested
 
     def agree(self) -> None:
         """Have all workers take the same decisions of callbacks: there is one worker."""
@@ -400,7 +400,7 @@ class _FitLoop:
                 self._callbacks.on_train_end(logs)
         return StepReport(
             step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(),
-            wish=compiled.wished(feed), finished=finished, phases=phases, logged=logged,
+            stop_requested=compiled.stop_requested(feed), finished=finished, phases=phases, logged=logged,
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> MetricSums:

@@ -83,11 +83,11 @@ def test_a_step_without_any_weight_applies_nothing(pool: Pool, case: Case, worke
 def test_a_wish_of_one_rank_is_heard_by_all_in_the_same_step(pool: Pool, case: Case, workers: int) -> None:
     problem = PROBLEMS["ragged"]
     feeds = case.feeds(problem, workers, range(3))
-    feeds[1][-1] = replace(feeds[1][-1], wish=True)
+    feeds[1][-1] = replace(feeds[1][-1], stop_requested=True)
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         for reports in world.train(feeds):
-            assert [report.wish for report in reports] == [False, True, False]
+            assert [report.stop_requested for report in reports] == [False, True, False]
 
 
 @pytest.mark.parametrize(("case", "workers"), sizes(1, 2, 3, 4), ids=label)
@@ -154,7 +154,7 @@ def _check_facts(problem: Problem, reports: list[StepReport], norms: list[float]
     assert [report.step for report in reports] == list(range(1, problem.steps + 1))
     assert [report.weight for report in reports] == pytest.approx([weights[batch].sum() for batch in ids], rel=1e-6)
     assert [report.learning_rate for report in reports] == pytest.approx([RATE * factor for factor in factors])
-    assert not any(report.wish for report in reports)
+    assert not any(report.stop_requested for report in reports)
     if problem.clip:
         found = [report.gradient_norm or 0.0 for report in reports]
         assert found == pytest.approx(norms, rel=tolerance, abs=tolerance)

@@ -200,9 +200,9 @@ def test_a_wish_to_stop_is_told_by_the_last_step_that_was_begun(world: World) ->
     given = feeds(world.plan, clouds(), range(100, 104))
     chief = world.ranks[CHIEF]
     first = chief.call("train", given[:1])
-    assert not first[0].wish  # two more are under way
-    wishing = [replace(feed, wish=True) for feed in given[1:3]]
-    assert [report.wish for report in chief.call("train", wishing)] == [False, True]
+    assert not first[0].stop_requested  # two more are under way
+    wishing = [replace(feed, stop_requested=True) for feed in given[1:3]]
+    assert [report.stop_requested for report in chief.call("train", wishing)] == [False, True]
 
 
 def test_a_share_that_is_not_finite_is_passed_by(world: World) -> None:

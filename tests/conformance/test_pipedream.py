@@ -172,7 +172,7 @@ def test_neither_a_drain_nor_a_wish_nor_a_checkpoint_changes_a_bit(pool: Pool, h
     told = streamed(steps, drains=(2,), wishes=(3, 6))  # the first wish ends the segment that its step is in
     others, (half, whole) = run(pool, layout, job, [told[:4], told[4:]])
     assert [each.loss for each in others] == [each.loss for each in reports]
-    assert [each.step for each in others if each.wish] == [4, 7]
+    assert [each.step for each in others if each.stop_requested] == [4, 7]
     assert_same(torch_case.state(end), torch_case.state(whole))
     restored, (last,) = run(pool, layout, job, [streamed(steps[4:])], half)
     assert restored == reports[4:]

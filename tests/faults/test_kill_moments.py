@@ -85,19 +85,19 @@ def mortal_model(kills: tuple[torch_jobs.Kill, ...]) -> Callable[[], torch.nn.Mo
         from trainwright.strategies.torch.engines.data_parallel import DataParallel
         from trainwright.worker.worker import Worker
 
-        snapshot, heal = DataParallel.snapshot, Worker.heal
+        snapshot, restore = DataParallel.snapshot, Worker.restore
 
         def dying_snapshot(self: Any) -> Any:
             copy = snapshot(self)
             strike(kills, "snapshot", copy.step)
             return copy
 
-        def dying_heal(self: Any, how: Any) -> Any:
+        def dying_restore(self: Any, how: Any) -> Any:
             if self._interruption.current.number > 1:
                 strike(kills, "recovery", how.step)
-            return heal(self, how)
+            return restore(self, how)
 
-        DataParallel.snapshot, Worker.heal = dying_snapshot, dying_heal  # type: ignore[method-assign]
+        DataParallel.snapshot, Worker.restore = dying_snapshot, dying_restore  # type: ignore[method-assign]
         return inner()
 
     return build

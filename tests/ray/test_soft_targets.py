@@ -69,8 +69,13 @@ def test_what_a_killed_actor_had_stored_is_kept_and_what_is_there_is_never_compu
     )
     strike = Strike("kill", str(tmp_path / "killed"))
     data = tw.datasets.table(table()).map(strike)
-    wish: dict[str, Any] = {"folder": str(tmp_path / "soft"), "keep": "fp32", "workers": 1, "range_rows": RANGE}
-    stored = stored_targets(teacher, data, **wish)
+    options: dict[str, Any] = {
+        "folder": str(tmp_path / "soft"),
+        "keep": "fp32",
+        "workers": 1,
+        "range_rows": RANGE,
+    }
+    stored = stored_targets(teacher, data, **options)
     assert Path(strike.mark).exists() and "rows 92 to 114 start again on another worker" in capsys.readouterr().err
     with torch.no_grad():
         expected = model(torch.from_numpy(table()["x"])).numpy()
@@ -84,32 +89,32 @@ def test_what_a_killed_actor_had_stored_is_kept_and_what_is_there_is_never_compu
     assert 30 <= batches <= 33
     (folder,) = (tmp_path / "soft").iterdir()
     stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    again = stored_targets(teacher, data, **{**wish, "range_rows": None})
+    again = stored_targets(teacher, data, **{**options, "range_rows": None})
     assert len(list(calls.iterdir())) == batches and read(again)["sample"].tolist() == list(range(ROWS))
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
-    _torn_and_foreign(teacher, data, wish, folder)
+    _torn_and_foreign(teacher, data, options, folder)
     assert len(list(calls.iterdir())) == batches
     lost = sorted(folder.glob("part-*"))[-1]
     lost.unlink()  # as where the driver was ended before it
-    assert read(stored_targets(teacher, data, **wish))["sample"].tolist() == list(range(ROWS))
+    assert read(stored_targets(teacher, data, **options))["sample"].tolist() == list(range(ROWS))
     assert len(list(calls.iterdir())) == batches + 3
 
 
-def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[str, Any], folder: Path) -> None:
+def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, options: dict[str, Any], folder: Path) -> None:
     """What cannot be relied on is refused with the file, and what differs."""
     part = sorted(folder.glob("part-*"))[2]
     whole = part.read_bytes()
     part.write_bytes(whole[:-20])
     with pytest.raises(DataError, match="not a whole parquet file") as caught:
-        stored_targets(teacher, data, **wish)
+        stored_targets(teacher, data, **options)
     assert part.name in caught.value.where and "delete this file" in caught.value.remedy
     pq.write_table(pq.read_table(sorted(folder.glob("part-*"))[0]).slice(0, 5), part)
     with pytest.raises(DataError, match="the part has 5 of 23 rows"):
-        stored_targets(teacher, data, **wish)
+        stored_targets(teacher, data, **options)
     part.write_bytes(whole)
     (folder / "other.parquet").write_bytes(whole)
     with pytest.raises(RunConflict, match=r"not parts of these predictions, such as other\.parquet"):
-        stored_targets(teacher, data, **wish)
+        stored_targets(teacher, data, **options)
     (folder / "other.parquet").unlink()
     manifest = folder / "_PREDICTIONS.json"
     kept = manifest.read_bytes()
@@ -120,7 +125,7 @@ def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[st
     ):
         manifest.write_bytes(kept.replace(old.encode(), new.encode()))
         with pytest.raises(RunConflict, match=line):
-            stored_targets(teacher, data, **wish)
+            stored_targets(teacher, data, **options)
     manifest.write_bytes(kept)
 
 

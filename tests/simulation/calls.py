@@ -13,7 +13,7 @@ from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
 from tests.simulation.scenario import Scenario, least_of, score
 from tests.simulation.servers import Shop
-from tests.simulation.state_recovery import heal
+from tests.simulation.state_recovery import restore
 from tests.simulation.step_reports import News
 from tests.simulation.store import Store, Violation
 from tests.simulation.traces import Traces
@@ -24,7 +24,7 @@ from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import evaluation_due
 
-COLLECTIVE = frozenset({"form", "heal", "probe", "run"})
+COLLECTIVE = frozenset({"form", "restore", "probe", "run"})
 
 
 class Labour:
@@ -82,7 +82,7 @@ class Labour:
             if self.shop is not None:
                 self.shop.stop(process)
             elif process.team is not None:
-                process.team.wish = True
+                process.team.stop_requested = True
         elif call.verb == "interrupt":
             self.clock.after(self.between(0.0, 0.5), self._interrupt, process, call)
         else:
@@ -204,7 +204,7 @@ class Labour:
             "storage": StorageError("the store did not answer"),
             "internal": RuntimeError("a bug"),
         }[kind]
-        if kind == "storage" and process.call is not None and process.call.verb == "heal":
+        if kind == "storage" and process.call is not None and process.call.verb == "restore":
             self.memory.sealed.pop(process.driver.token, None)  # what could not be read need not be asked for again
         process.ticket += 1
         return kind, error
@@ -259,27 +259,27 @@ class Labour:
             self.clock.after(self.between(0.1, 0.8), self._together, team, team.ticket)
 
     def _together(self, team: Team, ticket: int) -> None:
-        """All have formed the group, or are healed."""
+        """All have formed the group, or are restored."""
         if team.ticket != ticket:
             return
         if team.verb == "probe" and self.crash_step == 1 and 1 not in team.passing:
             self._crash(team)
             return
         arrived, team.arrived = team.arrived, []
-        if team.verb == "heal" and team.argument.source == "checkpoint" and self.clock.now_s < self.outage_until_s:
+        if team.verb == "restore" and team.argument.source == "checkpoint" and self.clock.now_s < self.outage_until_s:
             for process in arrived:
                 self.fail(process, "storage", StorageError("the store did not answer"), self.between(0.1, 0.5))
             return
-        if team.verb == "heal" and team.argument.checkpoint and team.argument.checkpoint.path in self.store.damaged:
+        if team.verb == "restore" and team.argument.checkpoint and team.argument.checkpoint.path in self.store.damaged:
             for process in arrived:
                 self.fail(process, "storage", DamagedCheckpoint("a shard is altered"), self.between(0.1, 0.5))
             return
-        if team.verb == "heal" and team.argument.kept and self.memory.gone(team.argument.kept):
+        if team.verb == "restore" and team.argument.kept and self.memory.gone(team.argument.kept):
             for process in arrived:
                 self.fail(process, "storage", StorageError("the copy is gone"), self.between(0.1, 0.5))
             return
-        if team.verb == "heal":
-            heal(self, team, arrived)
+        if team.verb == "restore":
+            restore(self, team, arrived)
         if team.verb == "probe":
             for process in arrived:
                 self._try(process)
@@ -317,7 +317,7 @@ class Labour:
         for process in team.arrived:
             self.traces.step(process, team.step)
         self.news.tell(team.arrived[0], team.step)
-        if team.step < team.argument.steps.stop and not team.wish:
+        if team.step < team.argument.steps.stop and not team.stop_requested:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         self._rest(team, ticket)
@@ -327,7 +327,7 @@ class Labour:
         if team.ticket != ticket:
             return
         arrived, team.arrived = team.arrived, []
-        stopped, team.wish = team.wish and bool(team.argument.steps), False
+        stopped, team.stop_requested = team.stop_requested and bool(team.argument.steps), False
         for process in arrived:
             process.take(team.step, team.lineage)
             traced = self.traces.report(process, team.step, stopped=stopped)
@@ -360,8 +360,8 @@ class Labour:
         for process in arrived:
             if team.verb == "run":
                 self._leave_step(team, process, torn)
-            elif team.verb == "heal":
-                self._leave_heal(team, process, torn)
+            elif team.verb == "restore":
+                self._leave_restore(team, process, torn)
             elif team.verb == "probe":
                 self._try(process)
             if not process.hung:
@@ -377,13 +377,13 @@ class Labour:
         if torn and self.rand() < 0.2:
             process.tear()
 
-    def _leave_heal(self, team: Team, process: Process, torn: bool) -> None:
-        heal: m.RestorePlan = team.argument
+    def _leave_restore(self, team: Team, process: Process, torn: bool) -> None:
+        restore_plan: m.RestorePlan = team.argument
         if not torn or self.rand() < 0.5:
             return
-        if heal.source == "checkpoint" and self.rand() < 0.5:
-            process.take(heal.step, self.right[heal.step])
-        elif heal.source == "checkpoint" or any(move.target == process.rank for move in heal.moves):
+        if restore_plan.source == "checkpoint" and self.rand() < 0.5:
+            process.take(restore_plan.step, self.right[restore_plan.step])
+        elif restore_plan.source == "checkpoint" or any(move.target == process.rank for move in restore_plan.moves):
             process.tear()
 
     def _interrupt(self, process: Process, call: m.CallWorker) -> None:

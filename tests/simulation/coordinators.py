@@ -31,7 +31,7 @@ class Court:
         self.missing = False  # one is not that all need
         self.step, self.lineage, self.until = 0, 0, 0
         self.passing: frozenset[int] = frozenset()
-        self.wish = False
+        self.stop_requested = False
 
 
 class Guild(Shop):
@@ -70,8 +70,8 @@ class Guild(Shop):
             self._form(court, process)
         elif process.rank:
             getattr(self, f"_{call.verb}_other")(court, process, call)
-        elif call.verb == "heal":
-            self._when_able(court, process, lambda: self._heal_chief(court, process, call))
+        elif call.verb == "restore":
+            self._when_able(court, process, lambda: self._restore_chief(court, process, call))
         elif call.verb == "evaluate":
             self._when_able(court, process, lambda: self._judge(court, process, call))
         elif call.verb == "snapshot":
@@ -104,15 +104,15 @@ class Guild(Shop):
         if forming and len(court.seated) == court.size - 1:
             self._answer(chief, self.tag(chief), 0.1, 0.6)
 
-    def _heal_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
+    def _restore_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
         process.step = call.argument.step
         self._answer(process, replace(self.tag(process), step=process.step), 0.0, 0.3)
 
-    def _heal_chief(self, court: Court, process: Process, call: m.CallWorker) -> None:
-        heal: m.RestorePlan = call.argument
-        if self._restore(process, heal):
-            court.step, court.lineage = heal.step, process.lineage
-            court.passing = frozenset(passed.step for passed in heal.passing)
+    def _restore_chief(self, court: Court, process: Process, call: m.CallWorker) -> None:
+        restore_plan: m.RestorePlan = call.argument
+        if self._restore(process, restore_plan):
+            court.step, court.lineage = restore_plan.step, process.lineage
+            court.passing = frozenset(passed.step for passed in restore_plan.passing)
             self._answer(process, self.tag(process), 0.1, 0.8)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class Guild(Shop):
         court.step += 1
         labour.traces.step(chief, court.step)
         labour.news.tell(chief, court.step)
-        if court.step < court.until and not court.wish:
+        if court.step < court.until and not court.stop_requested:
             self._later(court, chief)
             return
-        stopped, court.wish = court.wish, False
+        stopped, court.stop_requested = court.stop_requested, False
         chief.take(court.step, court.lineage)
         traced = labour.traces.report(chief, court.step, stopped=stopped)
         self._answer(chief, m.SegmentReport(step=court.step, traced=traced), 0.0, 0.4)
@@ -180,7 +180,7 @@ class Guild(Shop):
         """A wish reaches the chief."""
         if process.rank:
             raise Violation(f"rank {process.rank} is told of a wish, which is for the chief")
-        self._court(process).wish = True
+        self._court(process).stop_requested = True
 
     def _copy(self, court: Court, process: Process, call: m.CallWorker) -> None:
         court.team.arrived.remove(process)

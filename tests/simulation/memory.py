@@ -71,18 +71,22 @@ class Memory:
             copy = m.MemoryCheckpoint(version=call.argument.version, step=taken.step, files=taken.files)
             self.just_in_time[process.driver.token] = copy
 
-    def check(self, heal: m.RestorePlan, driver: Any) -> None:
+    def check(self, wanted: m.RestorePlan, driver: Any) -> None:
         """What all keepers had told of is not passed over for an older checkpoint, unless a spike is in it."""
         known, spike = self.sealed.get(driver.token), driver.facts.back
         if known and spike and spike <= known.step:
             return
-        if known and heal.source in ("initial", "checkpoint") and heal.step < known.step and not self.gone(known):
-            raise Violation(f"healed at step {heal.step} by {heal.source}, although step {known.step} is in memory")
+        if known and wanted.source in ("initial", "checkpoint") and wanted.step < known.step and not self.gone(known):
+            raise Violation(
+                f"restored at step {wanted.step} by {wanted.source}, although step {known.step} is in memory"
+            )
         just_in_time, goals = self.just_in_time.get(driver.token), self._labour.scenario.settings.goals
         if (
             just_in_time
-            and heal.source != "join"
-            and heal.step < just_in_time.step
+            and wanted.source != "join"
+            and wanted.step < just_in_time.step
             and not (goals or spike or self.gone(just_in_time))
         ):
-            raise Violation(f"healed at step {heal.step} although a survivor left a copy of step {just_in_time.step}")
+            raise Violation(
+                f"restored at step {wanted.step} although a survivor left a copy of step {just_in_time.step}"
+            )

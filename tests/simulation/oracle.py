@@ -39,7 +39,7 @@ class Facts:
         self.high = 0  # highest step told of
         self.line = 0  # where the run stands, after being set back
         self.start = 0
-        self.healed = False
+        self.restored = False
         self.faults = 0  # since a new step was told of; each may count as one failure
         self.recovering = False
         self.lost: Exception | None = None
@@ -194,13 +194,13 @@ class Facts:
             if self.stop_at is not None and leads and call.argument.steps:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering, self.back = False, 0
-        if call.verb == "heal" and call.argument.source != "join":
+        if call.verb == "restore" and call.argument.source != "join":
             if call.argument.source == "replica":
                 self._reached(call.argument.step)  # a survivor told of it
             self.line = call.argument.step
-            if not self.healed:  # what was due before was seen to by the driver before, whose workers these may be
+            if not self.restored:  # what was due before was seen to by the driver before, whose workers these may be
                 self.start = max(self.start, call.argument.step - 1)
-            self.healed = True
+            self.restored = True
             self._passed_by({passed.step for passed in call.argument.passing})
             if 0 < self.back <= call.argument.step:
                 raise Violation(f"the spike of step {self.back} is in the state of step {call.argument.step}")

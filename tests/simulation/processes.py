@@ -144,8 +144,21 @@ class Team:
     """A generation's group as the processes see it: collective verbs end together or break for all."""
 
     __slots__ = (
-        "argument", "arrived", "broken", "cut", "early", "lineage", "members", "number", "passing", "ranks", "size",
-        "step", "ticket", "verb", "wish",
+        "argument",
+        "arrived",
+        "broken",
+        "cut",
+        "early",
+        "lineage",
+        "members",
+        "number",
+        "passing",
+        "ranks",
+        "size",
+        "step",
+        "stop_requested",
+        "ticket",
+        "verb",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -155,7 +168,7 @@ class Team:
         self.ranks: set[int] = set()
         self.arrived: list[Process] = []
         self.verb, self.argument = "", None
-        self.broken, self.cut, self.wish = False, False, False
+        self.broken, self.cut, self.stop_requested = False, False, False
         self.ticket = 0
         self.step, self.lineage = 0, FRESH
         self.passing: frozenset[int] = frozenset()

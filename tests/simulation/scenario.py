@@ -21,7 +21,7 @@ KINDS = {
     "preempt": 6, "preempt all": 2, "memory full": 2, "copies lost": 2,
     "stop": 8, "stop now": 3, "stop twice": 2, "crash": 5, "stall": 4, "log lost": 1,
 }  # fmt: skip
-VERBS = ("reserve", "form", "heal", "run", "evaluate", "snapshot", "upload", "leave")
+VERBS = ("reserve", "form", "restore", "run", "evaluate", "snapshot", "upload", "leave")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from trainwright.driver import messages as m
 if TYPE_CHECKING:
     from tests.simulation.calls import Labour
 
-SERVED = frozenset({"form", "heal", "run", "evaluate", "leave"})
+SERVED = frozenset({"form", "restore", "run", "evaluate", "leave"})
 BOUND = 2  # steps that a worker may be ahead of the first incomplete one
 
 
@@ -29,12 +29,12 @@ class Trade:
         self.free: dict[int, list[int]] = {}  # shares that nobody was given, by step
         self.held: dict[tuple[int, int], list[Process]] = {}
         self.step, self.lineage, self.until, self.begun, self.first = 0, 0, 0, 0, 0
-        self.open = self.wish = False
+        self.open = self.stop_requested = False
 
     @property
     def heard(self) -> bool:
         """Whether a wish counts, which one step at least comes before."""
-        return self.wish and self.step > self.first
+        return self.stop_requested and self.step > self.first
 
     def unit(self, worker: Process) -> tuple[int, int] | None:
         """The oldest that nobody has, else one that others have."""
@@ -136,35 +136,35 @@ class Shop:
         else:
             self._answer(process, self.tag(process), 0.1, 0.6)
 
-    def _heal_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
-        heal: m.RestorePlan = call.argument
-        if self._restore(process, heal):
-            trade.step, trade.lineage, trade.begun = heal.step, process.lineage, heal.step
+    def _restore_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
+        wanted: m.RestorePlan = call.argument
+        if self._restore(process, wanted):
+            trade.step, trade.lineage, trade.begun = wanted.step, process.lineage, wanted.step
             self._answer(process, self.tag(process), 0.1, 0.8)
 
-    def _restore(self, process: Process, heal: m.RestorePlan) -> bool:
+    def _restore(self, process: Process, wanted: m.RestorePlan) -> bool:
         """Give one that holds a state the run's right one; False where that cannot be read."""
         labour = self._labour
-        if heal.moves or heal.source == "join":
-            raise Violation(f"rank {process.rank} is healed by {heal}")
-        gone = heal.kept is not None and labour.memory.gone(heal.kept)
-        if gone or (heal.source == "checkpoint" and labour.clock.now_s < labour.outage_until_s):
+        if wanted.moves or wanted.source == "join":
+            raise Violation(f"rank {process.rank} is restored by {wanted}")
+        gone = wanted.kept is not None and labour.memory.gone(wanted.kept)
+        if gone or (wanted.source == "checkpoint" and labour.clock.now_s < labour.outage_until_s):
             process.team.arrived.remove(process)  # type: ignore[union-attr]
             labour.fail(process, "storage", StorageError("it cannot be read"), labour.between(0.1, 0.5))
             self.part(process)
             return False
-        if heal.kept is not None:
-            process.take(*labour.memory.kept[heal.kept.version, process.piece])
-        elif heal.source == "checkpoint":
-            process.take(heal.step, labour.right[heal.step])
-        elif process.step != heal.step or not process.sound:
-            raise Violation(f"a state of step {process.step} goes on from step {heal.step} by {heal.source}")
-        process.take(heal.step, process.lineage)
-        if process.lineage != labour.right[heal.step]:
-            raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
+        if wanted.kept is not None:
+            process.take(*labour.memory.kept[wanted.kept.version, process.piece])
+        elif wanted.source == "checkpoint":
+            process.take(wanted.step, labour.right[wanted.step])
+        elif process.step != wanted.step or not process.sound:
+            raise Violation(f"a state of step {process.step} goes on from step {wanted.step} by {wanted.source}")
+        process.take(wanted.step, process.lineage)
+        if process.lineage != labour.right[wanted.step]:
+            raise Violation(f"rank {process.rank}: steps lost or applied twice by {wanted.source} at {wanted.step}")
         return True
 
-    def _heal_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
+    def _restore_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         process.step, process.trained = call.argument.step, True
         self._answer(process, self.tag(process), 0.1, 0.8)
 
@@ -189,7 +189,7 @@ class Shop:
         """A wish reaches the lead for all."""
         if process.rank == 0:
             trade = self._trade(process)
-            trade.wish = True
+            trade.stop_requested = True
             self._go_on(trade)
 
     def _lease(self, trade: Trade, worker: Process) -> None:
@@ -235,7 +235,7 @@ class Shop:
             self._lease(trade, worker)
 
     def _close(self, trade: Trade) -> None:
-        trade.wish = trade.open = False
+        trade.stop_requested = trade.open = False
         serving, trade.serving = trade.serving, []
         for server in serving:
             server.take(trade.step, trade.lineage)

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from tests.simulation.calls import Labour
 
 
-def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
+def restore(labour: Labour, team: Team, arrived: list[Process]) -> None:
     """All ranks of a group get their state, which is the run's right one."""
     wanted: m.RestorePlan = team.argument
     by_rank = {process.rank: process for process in arrived}
     known = max((process.step for process in arrived if process.sound and process.trained), default=0)
     spike, missing = arrived[0].driver.facts.back, arrived[0].driver.facts.missing
     if wanted.step > missing:
-        raise Violation(f"healed at step {wanted.step}, although the evaluation of step {missing} is missing")
+        raise Violation(f"restored at step {wanted.step}, although the evaluation of step {missing} is missing")
     needless = known > wanted.step and not (wanted.step < spike <= known or missing < known)
     if needless and labour.scenario.layout == "replicated":
-        raise Violation(f"healed at step {wanted.step}, although a sound rank stands at {known}")
+        raise Violation(f"restored at step {wanted.step}, although a sound rank stands at {known}")
     if wanted.kept is not None:
         if not labour.is_whole(list({item.file.name for item in wanted.kept.files})):
-            raise Violation(f"healed from parts of a state: {wanted.kept}")
+            raise Violation(f"restored from parts of a state: {wanted.kept}")
         for process in arrived:
             process.take(*labour.memory.kept[wanted.kept.version, wanted.kept.files[0].file.name])
     if wanted.source == "checkpoint":

@@ -237,10 +237,10 @@ class World:
         if call.generation.token != driver.token or number < driver.generation:
             raise Violation(f"{call.verb} is asked for generation {call.generation}, which is over")
         driver.generation = number
-        if call.verb == "heal" and call.argument.source != "join":
-            driver.told = min(driver.told, call.argument.step) if driver.facts.healed else call.argument.step
+        if call.verb == "restore" and call.argument.source != "join":
+            driver.told = min(driver.told, call.argument.step) if driver.facts.restored else call.argument.step
         driver.facts.called(call, self.labour.shop is None or process.rank == 0)
-        if call.verb == "heal":
+        if call.verb == "restore":
             self.labour.memory.check(call.argument, driver)
         process.spare = process.spare and call.verb != "reserve"  # its death counts from now on, if it was not before
         if process.alive:

@@ -77,8 +77,8 @@ class Story:
 
     def running(self, head: CheckpointRef | None = None) -> Story:
         self.up(head).formed()
-        assert self.state.epoch.heal is not None
-        return self.returns("heal", StateTag(step=self.state.epoch.heal.step))
+        assert self.state.epoch.restore_plan is not None
+        return self.returns("restore", StateTag(step=self.state.epoch.restore_plan.step))
 
     def segment(self, step: int) -> Story:
         return self.returns("run", m.SegmentReport(step=step))

@@ -119,7 +119,7 @@ class Actor:
                 return pickle.dumps(Address(host=f"10.0.{self.rank // NODE}.1", port=20000 + self.rank % NODE))
             case "form":
                 return pickle.dumps(self.fleet.tag(self.rank, self.fleet.step if self.trained else None))
-            case "heal":
+            case "restore":
                 self.trained = True
                 return pickle.dumps(self.fleet.tag(self.rank, self.fleet.step))
         return pickle.dumps(None)

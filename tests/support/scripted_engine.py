@@ -77,6 +77,6 @@ def join(worker: Worker, plan: Plan | None = None, *, rank: int = 0, size: int =
     worker.form(Group(generation=FIRST, rank=rank, peers=peers))
 
 
-def heal(worker: Worker, step: int = 0, passing: Sequence[SkippedBatch] = ()) -> None:
+def restore(worker: Worker, step: int = 0, passing: Sequence[SkippedBatch] = ()) -> None:
     """Bring a worker that has joined to a step."""
-    worker.heal(RestorePlan(step=step, source="initial", passing=tuple(passing)))
+    worker.restore(RestorePlan(step=step, source="initial", passing=tuple(passing)))

@@ -71,10 +71,12 @@ class Cluster:
         ids = problems.batches(self.problem, step + 1)[step]
         return problems.feeds(self.problem, self.plan, step, ids, problems.columns(self.problem))[share]
 
-    def serve(self, until: int = STEPS, wish: Callable[[], bool] = lambda: False) -> list[Future[list[StepReport]]]:
+    def serve(
+        self, until: int = STEPS, stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[Future[list[StepReport]]]:
         """Servers that let steps be taken, from when this returns."""
         self.first = self.servers[0].state.step or 0
-        serving = [self.pool.submit(lambda one=one: list(one.serve(until, wish))) for one in self.servers]
+        serving = [self.pool.submit(lambda one=one: list(one.serve(until, stop_requested))) for one in self.servers]
         lead = self.servers[0].server
         assert isinstance(lead, LeadServer)
         while not lead.serving and lead.step <= self.first and not serving[0].done():
@@ -93,9 +95,9 @@ class Cluster:
             units -= 1
             yield unit
 
-    def run(self, until: int = STEPS, wish: Callable[[], bool] = lambda: False) -> list[StepReport]:
+    def run(self, until: int = STEPS, stop_requested: Callable[[], bool] = lambda: False) -> list[StepReport]:
         """A segment of all servers and workers; its reports."""
-        serving = self.serve(until, wish)
+        serving = self.serve(until, stop_requested)
         working = [self.work(one) for one in self.workers]
         for one in working:
             one.result(30.0)

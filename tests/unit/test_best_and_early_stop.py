@@ -128,7 +128,7 @@ def test_the_best_checkpoint_is_written_again_where_its_writer_dies() -> None:
     told.tell(m.WorkerDied(worker=0, cause="killed"))
     assert told.emitted(CheckpointSkipped)
     told.returns("leave", None, workers=[1]).start().formed(StateTag(step=None), StateTag(step=2))
-    told.returns("heal", StateTag(step=2))
+    told.returns("restore", StateTag(step=2))
     assert told.calls("snapshot") and not told.calls("evaluate") and not told.calls("run")
 
 
@@ -174,7 +174,9 @@ def test_the_end_is_decided_again_after_all_workers_and_the_evaluation_are_lost(
         judged(told, step, 1.0)
     assert told.calls("snapshot")
     told.tell(*(m.WorkerDied(worker=worker, cause="killed") for worker in (0, 1))).start().formed()
-    assert told.returns("heal", StateTag(step=4)).calls("run"), "step 4 was evaluated, and the later ones count no more"
+    assert told.returns("restore", StateTag(step=4)).calls("run"), (
+        "step 4 was evaluated, and the later ones count no more"
+    )
     assert judged(told, 6, 1.0).calls("run") and judged(told, 8, 1.0).calls("snapshot")
 
 
@@ -195,7 +197,7 @@ def test_workers_that_passed_an_evaluation_that_was_not_stored_go_back(known: tu
     living = tuple(m.SurvivingWorker(worker=n, node=f"n{n}", pid=n, slot=n, rank=n, step=7) for n in range(2))
     told.tell(m.LeaseAcquired(token=3, head=HEAD, living=living, evaluations=evaluations(*known), told=7, kept=kept))
     told.returns("leave", None).formed(StateTag(step=7))
-    assert told.state.epoch.heal is not None and told.state.epoch.heal.source == source
+    assert told.state.epoch.restore_plan is not None and told.state.epoch.restore_plan.source == source
 
 
 # --- max_time ---------------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def names() -> list[tuple[str, int]]:
 
 def test_rank_0_calls_them_after_steps_epochs_and_evaluations(worker: Worker) -> None:
     join(worker)
-    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.restore(RestorePlan(step=0, source="initial"))
     assert calls == []
     worker.run(RunRequest(steps=range(3)))
     assert names() == [("step", 1), ("step", 2), ("epoch", 2), ("step", 3)]
@@ -290,25 +290,25 @@ def test_rank_0_calls_them_after_steps_epochs_and_evaluations(worker: Worker) ->
 
 def test_a_new_rank_0_calls_for_the_step_that_the_lost_one_may_not_have_called_for(worker: Worker) -> None:
     join(worker, rank=1, size=2)
-    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.restore(RestorePlan(step=0, source="initial"))
     worker.run(RunRequest(steps=range(2)))
     assert not worker.evaluate(EvaluateRequest(step=2)).awaited
     assert calls == [], "another rank calls nothing"
     tag = form(worker, 0)
     assert tag.report is not None and tag.report.step == 2
-    worker.heal(RestorePlan(step=2, source="replica", report=tag.report))
+    worker.restore(RestorePlan(step=2, source="replica", report=tag.report))
     assert names() == [("recovery", 2), ("step", 2), ("epoch", 2)]
     worker.run(RunRequest(steps=range(2, 4)))
-    worker.heal(RestorePlan(step=4, source="replica", report=form(worker, 0).report))
+    worker.restore(RestorePlan(step=4, source="replica", report=form(worker, 0).report))
     assert names()[3:] == [("step", 3), ("step", 4), ("epoch", 4), ("recovery", 4)], "it has called for step 4"
-    worker.heal(RestorePlan(step=3, source="replica"))
+    worker.restore(RestorePlan(step=3, source="replica"))
     worker.run(RunRequest(steps=range(3, 4)))
     assert names()[7:] == [("recovery", 3), ("step", 4), ("epoch", 4)], "a step that is done again calls again"
 
 
 def test_they_are_told_once_of_each_checkpoint_at_the_next_steps_or_at_the_end(worker: Worker) -> None:
     join(worker)
-    worker.heal(RestorePlan(step=0, source="initial"))
+    worker.restore(RestorePlan(step=0, source="initial"))
     two, four = (CheckpointRef(step=step, path=f"checkpoints/{step}", manifest_sha256="") for step in (2, 4))
     assert worker.run(RunRequest(steps=range(2))).announces
     worker.run(RunRequest(steps=range(2, 3), checkpoints=(two,)))
@@ -333,7 +333,7 @@ def test_the_driver_gives_rank_0_the_metrics_of_all_ranks_and_the_report_of_a_su
 
     for told, passed in ((report(2), report(2)), (report(3), None)):
         story = Story().up().start().formed(StateTag(step=None), StateTag(step=2, report=told))
-        assert [heal.argument.report for heal in story.calls("heal")] == [passed] * 2
+        assert [restore_plan.argument.report for restore_plan in story.calls("restore")] == [passed] * 2
 
 
 def asked(story: Story) -> tuple[range, list[int]]:
@@ -365,7 +365,7 @@ def test_a_checkpoint_is_named_again_where_the_call_was_lost() -> None:
     assert asked(story) == (range(8, 8), [8])
     story.tell(m.WorkerDied(worker=0, cause="killed"))
     story.raises(1, "run", "peer", PeerLost("connection closed"))
-    story.start().formed(StateTag(step=None), StateTag(step=8)).returns("heal", StateTag(step=8))
+    story.start().formed(StateTag(step=None), StateTag(step=8)).returns("restore", StateTag(step=8))
     assert asked(story) == (range(8, 8), [8])
     story.returns("run", replace(report, step=8))
     assert [end.outcome for end in story.all(m.ReleaseLease)] == ["done"]

@@ -36,7 +36,7 @@ def dies(story: Story, rank: int = 1, at: int = 2, cause: str = "killed by SIGKI
 
 
 def reforms(story: Story, rank: int = 1, at: int = 2) -> Story:
-    """The survivor heals the newcomer."""
+    """The survivor restores the newcomer."""
     story.returns("reserve", Address(host="h", port=1))
     tags = [StateTag(step=at), StateTag(step=at)]
     tags[rank] = StateTag(step=None)
@@ -44,18 +44,18 @@ def reforms(story: Story, rank: int = 1, at: int = 2) -> Story:
 
 
 def looping(times: int, *, rank: int = 1, **settings: object) -> Story:
-    """After so many deaths at step 3; about to heal."""
+    """After so many deaths at step 3; about to restore_plan."""
     story = Story(**{"failures": 5, "samples_of": samples_of, **settings}).running()
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=2))
     for number in range(times):
         if number:
-            story.returns("heal", StateTag(step=2))
+            story.returns("restore", StateTag(step=2))
         reforms(dies(story, rank), rank)
     return story
 
 
 def test_the_last_straw_names_the_step_the_samples_and_the_way_out() -> None:
-    story = looping(1, failures=1).returns("heal", StateTag(step=2))
+    story = looping(1, failures=1).returns("restore", StateTag(step=2))
     error = dies(story).state.shutdown.error
     assert isinstance(error, WorkerLost)
     assert "step 3 failed 2 times on rank 1: killed by SIGKILL; its share of that batch holds samples 312" in error.what
@@ -67,14 +67,14 @@ def test_steps_that_overlap_are_taken_one_at_a_time_after_a_failure(schedule: st
     """Else a batch that ends the step before its own would be blamed on that one, of which replicas hold the state."""
     plan = replace(staged(2, 2), schedule=schedule)
     story = looping(1, layouts=Plans(plans=(plan,)), steps_per_epoch=8)
-    assert story.state.epoch.heal is not None and story.state.epoch.heal.source == "replica"
-    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {
+    assert story.state.epoch.restore_plan is not None and story.state.epoch.restore_plan.source == "replica"
+    assert {call.argument for call in story.returns("restore", StateTag(step=2)).calls("run")} == {
         m.RunRequest(steps=range(2, until))
     }
 
 
 def test_failures_that_differ_are_no_loop() -> None:
-    story = looping(1, failures=1).returns("heal", StateTag(step=2))
+    story = looping(1, failures=1).returns("restore", StateTag(step=2))
     error = dies(story, rank=0).state.shutdown.error
     assert isinstance(error, WorkerLost) and "step 3 failed" not in error.what and "rank 0 ended" in error.what
 
@@ -87,7 +87,7 @@ def test_internal_errors_alike_are_a_loop_and_keep_their_traceback() -> None:
         )
         story.raises(0, "run", "peer", RuntimeError("gone")).start()
         if story.state.phase is Phase.RESERVING:
-            reforms(story, at=0).returns("heal", StateTag(step=0))
+            reforms(story, at=0).returns("restore", StateTag(step=0))
     error = story.state.shutdown.error
     assert isinstance(error, TrainwrightError) and error.detail == "here"
     assert "step 1 failed 2 times on rank 1: KeyError: 7" in error.what
@@ -97,23 +97,23 @@ def test_the_third_failure_alike_has_the_batch_passed_by_for_good() -> None:
     assert not looping(2, pass_limit=1).state.recovery.passing
     story = looping(3, pass_limit=1)
     note = story.emitted(events.Noted)[0].text
-    passed = story.calls("heal")[0].argument.passing
-    assert [call.argument.passing for call in story.calls("heal")] == [passed, passed], "all ranks alike"
+    passed = story.calls("restore")[0].argument.passing
+    assert [call.argument.passing for call in story.calls("restore")] == [passed, passed], "all ranks alike"
     assert (passed[0].step, passed[0].why) == (3, "step 3 failed 3 times on rank 1: killed by SIGKILL")
     assert passed[0].why in note and "quarantine/" in note
-    story.returns("heal", StateTag(step=2))
+    story.returns("restore", StateTag(step=2))
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=5))
     dies(story, at=5)
     reforms(story, at=5)
-    assert story.calls("heal")[0].argument.passing == passed
+    assert story.calls("restore")[0].argument.passing == passed
 
 
 def test_nothing_is_passed_by_where_the_job_does_not_allow_it_or_allows_no_more() -> None:
     assert not looping(4).state.recovery.passing
-    story = looping(3, pass_limit=1).returns("heal", StateTag(step=2))
+    story = looping(3, pass_limit=1).returns("restore", StateTag(step=2))
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=3))
     for _ in range(3):
-        reforms(dies(story), at=3).returns("heal", StateTag(step=3))
+        reforms(dies(story), at=3).returns("restore", StateTag(step=3))
     assert story.state.recovery.loop is not None and (
         story.state.recovery.loop.step,
         story.state.recovery.loop.times,
@@ -122,7 +122,7 @@ def test_nothing_is_passed_by_where_the_job_does_not_allow_it_or_allows_no_more(
 
 
 def test_a_step_that_fails_without_its_batch_ends_the_run_and_says_that_the_batch_is_innocent() -> None:
-    story = looping(3, failures=3, pass_limit=9).returns("heal", StateTag(step=2))
+    story = looping(3, failures=3, pass_limit=9).returns("restore", StateTag(step=2))
     error = dies(story).state.shutdown.error
     assert isinstance(error, WorkerLost) and "step 3 failed 4 times" in error.what
     assert "passing its batch by did not help" in error.what and "not the cause" in error.remedy
@@ -131,7 +131,7 @@ def test_a_step_that_fails_without_its_batch_ends_the_run_and_says_that_the_batc
 def test_a_death_in_the_throwaway_step_before_counts_too() -> None:
     story = looping(1)
     story.tell(m.WorkerDied(worker=story.state.membership.members[1].worker, cause="killed by SIGKILL"))
-    story.raises(story.state.membership.members[0].worker, "heal", "peer", RuntimeError("gone")).start()
+    story.raises(story.state.membership.members[0].worker, "restore", "peer", RuntimeError("gone")).start()
     reforms(story)
     assert story.state.recovery.loop is not None and story.state.recovery.loop.times == 2
 
@@ -144,7 +144,7 @@ def test_lost_connections_alone_are_never_a_loop() -> None:
         if "backoff" in story.state.timers:
             story.now_s += 100
             story.expires("backoff")
-        story.formed(StateTag(step=0)).returns("heal", StateTag(step=0))
+        story.formed(StateTag(step=0)).returns("restore", StateTag(step=0))
     assert story.state.recovery.failures == 4 and story.state.recovery.loop is None and not story.state.recovery.passing
 
 
@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_in_the_same_step_is_a_loop() -> None:
         story.expires("hang").raises(story.state.membership.members[0].worker, "run", "peer", RuntimeError("gone"))
         story.expires("leave").start()
         if story.state.phase is Phase.RESERVING:
-            reforms(story, at=0).returns("heal", StateTag(step=0))
+            reforms(story, at=0).returns("restore", StateTag(step=0))
     error = story.state.shutdown.error
     assert isinstance(error, HangError) and "step 1 failed 2 times on rank 1" in error.what
 
@@ -165,7 +165,7 @@ def test_where_nobody_survives_the_next_steps_are_taken_one_at_a_time() -> None:
     story.tell(
         m.StepsCompleted(generation=story.state.epoch.generation, step=6), m.WorkerDied(worker=0, cause="killed")
     ).start()
-    story.formed().returns("heal", StateTag(step=4))
+    story.formed().returns("restore", StateTag(step=4))
     assert story.calls("run")[0].argument.steps.stop == 6, "as far as known to be good"
     assert story.segment(6).calls("run")[0].argument.steps.stop == 7
     assert story.segment(7).calls("run")[0].argument.steps.stop == 8 and story.state.recovery.failures == 0
@@ -190,11 +190,11 @@ def test_the_first_failure_is_recovered_from_at_once_and_the_third_after_a_pause
             story.now_s += waiting.deadline_s
             story.expires("backoff")
         assert story.state.phase is Phase.RESERVING
-        reforms(story, at=0).returns("heal", StateTag(step=0))
+        reforms(story, at=0).returns("restore", StateTag(step=0))
 
 
 def test_a_wish_to_stop_ends_the_pause() -> None:
-    story = looping(2).returns("heal", StateTag(step=2))
+    story = looping(2).returns("restore", StateTag(step=2))
     story.tell(m.WorkerDied(worker=story.state.membership.members[1].worker, cause="killed"))
     story.now_s -= 2
     story.raises(0, "run", "peer", RuntimeError("gone")).start()
@@ -212,7 +212,7 @@ def raised(story: Story, cause: str, times: int) -> Story:
             story.now_s += 100
             story.expires("backoff")
         if story.state.phase is Phase.RESERVING:
-            reforms(story, at=0).returns("heal", StateTag(step=0))
+            reforms(story, at=0).returns("restore", StateTag(step=0))
     return story
 
 

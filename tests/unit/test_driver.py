@@ -49,9 +49,9 @@ def test_a_group_is_built_from_addresses_and_nodes() -> None:
 
 
 def test_a_new_run_takes_rank_0_s_build_and_a_resumed_one_the_head() -> None:
-    fresh = Story().up().formed().calls("heal")[0].argument
+    fresh = Story().up().formed().calls("restore")[0].argument
     assert fresh == m.RestorePlan(step=0, source="initial", moves=(StateTransfer(source=0, target=1, piece="state"),))
-    assert Story().up(HEAD).formed().calls("heal")[1].argument == m.RestorePlan(
+    assert Story().up(HEAD).formed().calls("restore")[1].argument == m.RestorePlan(
         step=4, source="checkpoint", checkpoint=HEAD
     )
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_falls_due_during_an_upload_is_skipped() -> None:
 # --- failures ---------------------------------------------------------------------------------------------
 
 
-def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
+def test_a_dead_worker_is_replaced_and_restored_from_a_survivor() -> None:
     story = Story().running()
     story.tell(
         m.StepsCompleted(generation=story.state.epoch.generation, step=2), m.WorkerDied(worker=0, cause="signal 9")
@@ -122,9 +122,11 @@ def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
     assert (failed.worker, failed.rank, failed.node, failed.cause, failed.step) == (0, 0, "n0", "signal 9", 2)
     assert story.calls("leave") == []  # rank 1 is busy: it will raise
     story.raises(1, "run", "peer", PeerLost("gone")).start().formed(StateTag(step=None), StateTag(step=3))
-    heal = story.calls("heal")[0].argument
-    assert heal == m.RestorePlan(step=3, source="replica", moves=(StateTransfer(source=1, target=0, piece="state"),))
-    formed = story.returns("heal", StateTag(step=3)).emitted(events.Formed)[0]
+    restore_plan = story.calls("restore")[0].argument
+    assert restore_plan == m.RestorePlan(
+        step=3, source="replica", moves=(StateTransfer(source=1, target=0, piece="state"),)
+    )
+    formed = story.returns("restore", StateTag(step=3)).emitted(events.Formed)[0]
     assert (formed.generation, formed.step, formed.survivors, formed.steps_lost) == (2, 3, 1, 0)
 
 
@@ -148,7 +150,7 @@ def test_without_a_sound_state_or_a_checkpoint_every_process_begins_anew() -> No
     story = Story().running().raises(0, "run", "peer", PeerLost("gone")).raises(1, "run", "peer", PeerLost("gone"))
     story.formed(StateTag(step=3, sound=False))
     assert story.all(m.KillWorker) == [m.KillWorker(worker=0), m.KillWorker(worker=1)]
-    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+    assert story.start().formed().calls("restore")[0].argument.source == "initial"
 
 
 def test_steps_that_must_be_done_again_are_counted() -> None:
@@ -157,7 +159,7 @@ def test_steps_that_must_be_done_again_are_counted() -> None:
         m.StepsCompleted(generation=story.state.epoch.generation, step=7), m.WorkerDied(worker=0, cause="signal 9")
     )
     story.raises(1, "run", "peer", PeerLost("gone")).start()
-    story.formed(StateTag(step=None), StateTag(step=7, sound=False)).returns("heal", StateTag(step=4))
+    story.formed(StateTag(step=None), StateTag(step=7, sound=False)).returns("restore", StateTag(step=4))
     assert story.emitted(events.Formed)[0].steps_lost == 3
 
 
@@ -194,7 +196,7 @@ def test_a_new_step_clears_the_failures_but_one_done_again_does_not() -> None:
     story = Story(failures=1).running()
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=3), m.WorkerDied(worker=0, cause="x"))
     story.raises(1, "run", "peer", PeerLost("gone")).start()
-    story.formed(StateTag(step=None), StateTag(step=3, sound=False)).returns("heal", StateTag(step=0))
+    story.formed(StateTag(step=None), StateTag(step=3, sound=False)).returns("restore", StateTag(step=0))
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=3))
     assert story.state.recovery.failures == 1
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=4))
@@ -213,7 +215,7 @@ def test_ranks_that_do_not_move_are_interrupted_and_the_one_that_hangs_is_ended(
     failed = story.emitted(events.Failed)[0]
     assert failed.rank == failed.worker == 1 and "rank 1 hung: no answer 3 s after being interrupted" in failed.cause
     story.start().formed(StateTag(step=3), StateTag(step=None), StateTag(step=3))
-    assert story.state.epoch.heal is not None and story.state.epoch.heal.source == "replica"
+    assert story.state.epoch.restore_plan is not None and story.state.epoch.restore_plan.source == "replica"
 
 
 def test_a_hang_that_is_one_failure_too_many_names_its_rank() -> None:
@@ -328,7 +330,7 @@ def test_an_upload_that_hangs_at_the_end_costs_its_process() -> None:
     assert story.all(m.KillWorker) == [m.KillWorker(worker=0)]
     assert [call.worker for call in story.calls("leave")] == [1]
     story.returns("leave", None, workers=[1]).start().formed(StateTag(step=None), StateTag(step=8))
-    assert story.returns("heal", StateTag(step=8)).calls("snapshot")[0].argument.step == 8
+    assert story.returns("restore", StateTag(step=8)).calls("snapshot")[0].argument.step == 8
 
 
 @pytest.mark.parametrize(("error", "killed"), [(FencedError("taken over"), []), (StorageError("full"), [0, 1])])
@@ -363,7 +365,7 @@ def test_a_wish_to_stop_during_recovery_saves_what_the_survivors_hold() -> None:
         m.StopRequested(),
     )
     story.raises(1, "run", "peer", PeerLost("gone")).start()
-    story.formed(StateTag(step=None), StateTag(step=2)).returns("heal", StateTag(step=2))
+    story.formed(StateTag(step=None), StateTag(step=2)).returns("restore", StateTag(step=2))
     assert (len(story.calls("snapshot")), story.calls("run")) == (1, [])
 
 
@@ -424,8 +426,8 @@ def test_ranks_are_laid_over_the_nodes_before_they_are_told_and_never_again() ->
     assert [member.worker for member in story.state.membership.members] == [0, 2, 1, 3]
     assert story.state.membership.rank_of == {0: 0, 2: 1, 1: 2, 3: 3} and story.calls("reserve")
     story.formed()
-    assert [call.worker for call in story.calls("heal")] == [0, 2, 1, 3]
-    story.returns("heal", StateTag(step=0))
+    assert [call.worker for call in story.calls("restore")] == [0, 2, 1, 3]
+    story.returns("restore", StateTag(step=0))
     assert story.emitted(events.Formed)[0].nodes == {"node-0": "0, 2", "node-1": "1, 3"}
     story.tell(m.WorkerDied(worker=2, cause="killed"))
     story.returns("leave", None, workers=[0, 1, 3])

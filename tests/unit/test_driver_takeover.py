@@ -35,8 +35,8 @@ def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(4, "leave"), (9, "leave")]
     assert not story.all(m.StartWorker) and "took over 2 workers" in story.emitted(events.Noted)[0].text
     story.returns("leave", None).formed(StateTag(step=11), StateTag(step=11))
-    assert story.calls("heal")[0].argument.source == "replica"
-    story.returns("heal", StateTag(step=11))
+    assert story.calls("restore")[0].argument.source == "replica"
+    story.returns("restore", StateTag(step=11))
     assert story.emitted(events.Formed)[0].survivors == 2 and story.state.phase is Phase.RUNNING
 
 
@@ -52,9 +52,9 @@ def test_where_processes_cannot_form_again_the_one_with_the_newest_state_copies_
     assert call.worker == 9 and call.argument.hold == (KEPT.version,)
     story.returns("leave", m.MemoryCopyTaken(files=KEPT.files, step=12), workers=[9])
     assert story.all(m.KillWorker) == [m.KillWorker(worker=9)]
-    heal = story.start().formed().calls("heal")[0].argument
-    assert (heal.source, heal.step) == ("keeper", 12)
-    story.returns("heal", StateTag(step=12))
+    restore_plan = story.start().formed().calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step) == ("keeper", 12)
+    story.returns("restore", StateTag(step=12))
     assert [(event.steps_lost, event.survivors) for event in story.emitted(events.Formed)] == [(0, 0)]
 
 
@@ -65,7 +65,7 @@ def test_where_processes_cannot_form_again_and_no_copy_is_wanted_all_end_at_once
     those = [replace(living(worker, slot), plan=REPLICAS, step=step, rank=slot) for worker, slot in ((4, 0), (9, 1))]
     story = taken_over(*those, kept=KEPT, reform="new_process", **{"keep_s": 10.0, **fields})
     assert {*story.all(m.KillWorker)} == {m.KillWorker(worker=4), m.KillWorker(worker=9)}
-    assert not story.calls("leave") and story.start().formed().calls("heal")[0].argument.step == KEPT.step
+    assert not story.calls("leave") and story.start().formed().calls("restore")[0].argument.step == KEPT.step
 
 
 def test_ranks_that_have_nobody_get_new_processes_in_free_slots() -> None:
@@ -100,12 +100,12 @@ def test_a_silent_one_is_replaced_like_any_survivor() -> None:
 
 def test_without_a_worker_the_keepers_copy_is_newer_than_the_checkpoint() -> None:
     story = taken_over(kept=KEPT, workers=1).start().formed()
-    heal = story.calls("heal")[0].argument
-    assert (heal.source, heal.kept) == ("keeper", KEPT)
+    restore_plan = story.calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.kept) == ("keeper", KEPT)
 
 
 def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
-    story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("heal", StateTag(step=6))
+    story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("restore", StateTag(step=6))
     story.now_s += 1.0
     story.expires("pause").segment(9)
     order = story.returns("snapshot", m.SnapshotTaken(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
@@ -125,7 +125,7 @@ def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_
     assert not story.all(m.StartWorker) and story.emitted(events.Replanned)[0].name == "other"
     story.returns("leave", None)
     assert story.calls("reserve")[0].argument.plan.strategy == "other" and not story.emitted(events.Replanned)
-    story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
+    story.formed(StateTag(step=7)).returns("restore", StateTag(step=7))
     assert (story.emitted(events.Formed)[0].source, story.state.position.step) == ("replica", 7)
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=8))
     story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9).snapshot(9, worker=4)
@@ -138,7 +138,7 @@ def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
     one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=7)
     story = taken_over(one, living(5, 1, waiting=True), layouts=plans, min_workers=1).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [4] and story.state.membership.spares.keys() == {5}
-    story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
+    story.formed(StateTag(step=7)).returns("restore", StateTag(step=7))
     assert story.calls("snapshot"), "it is grown at once, from a checkpoint"
 
 
@@ -183,8 +183,8 @@ def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_rep
         )
         for worker, stage in zip(members, stages, strict=True)
     ]
-    heal = story.formed(*tags).state.epoch.heal
-    assert heal is not None and (heal.source, heal.step) == ("replica", 9)
+    restore_plan = story.formed(*tags).state.epoch.restore_plan
+    assert restore_plan is not None and (restore_plan.source, restore_plan.step) == ("replica", 9)
 
 
 def test_a_part_of_a_state_is_no_reason_to_keep_its_layout() -> None:

@@ -23,7 +23,7 @@ def running(**changes: Any) -> Story:
     """A server (worker 0) and two workers, at the first steps of 8 in epochs of 4."""
     fields: dict[str, Any] = {"workers": 3, "servers": 1, "topology": "independent", **changes}
     story = Story(tolerates=frozenset({"worker"}), **fields).up().formed(SERVER, WORKER, WORKER)
-    story.returns("heal", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))
+    story.returns("restore", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))
     assert [call.worker for call in story.calls("run")] == [0, 1, 2]
     return story
 
@@ -44,9 +44,9 @@ def joined(story: Story, worker: int) -> Story:
     (form,) = story.calls("form")
     assert form.argument.peers[form.argument.rank].address.port == 9
     story.returns("form", WORKER, workers=[worker])
-    (heal,) = story.calls("heal")
-    assert heal.argument.source == "join"
-    return story.returns("heal", StateTag(step=0), workers=[worker])
+    (restore_plan,) = story.calls("restore")
+    assert restore_plan.argument.source == "join"
+    return story.returns("restore", StateTag(step=0), workers=[worker])
 
 
 def test_a_lost_worker_is_replaced_by_one_that_joins_while_the_others_step() -> None:
@@ -151,7 +151,7 @@ def test_servers_are_told_apart_from_workers() -> None:
     story.tell(m.LeaseAcquired(token=1, head=None))
     assert [event.what for event in story.emitted(events.Waiting)] == ["2 workers and 1 server to start"]
     story.start().formed(SERVER, WORKER, WORKER)
-    story.returns("heal", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))
+    story.returns("restore", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))
     (formed,) = story.emitted(events.Formed)
     assert (formed.workers, formed.servers) == (2, 1)
     assert event_line(formed).text.startswith("2 workers and 1 server ready after")

@@ -41,7 +41,7 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
     assert story.emitted(events.Resized)[0].workers == 2 and story.state.membership.rank_of == {0: 0, 2: 1}
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2))
-    assert [call.argument.moves for call in story.calls("heal")] == [(), ()]
+    assert [call.argument.moves for call in story.calls("restore")] == [(), ()]
 
 
 def test_by_choice_the_others_do_not_wait_for_a_replacement_which_joins_later() -> None:
@@ -51,7 +51,7 @@ def test_by_choice_the_others_do_not_wait_for_a_replacement_which_joins_later() 
     assert (resized.workers, resized.why) == (2, "the others do not wait")
     assert not story.emitted(events.Waiting)
     assert not story.state.timers.keys() & {"place", "shrink"}
-    story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
+    story.formed(StateTag(step=2), StateTag(step=2)).returns("restore", StateTag(step=2))
     story.tell(m.WorkerStarted(worker=3, node="n3", pid=3)).segment(3).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
 
@@ -88,7 +88,7 @@ def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
 
 def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     story = lost(three(), 1).expires("shrink")
-    story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
+    story.formed(StateTag(step=2), StateTag(step=2)).returns("restore", StateTag(step=2))
     story.tell(m.WorkerStarted(worker=3, node="n3", pid=3))
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "stop")]
     story.segment(3)
@@ -96,7 +96,7 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     story.returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
     assert story.emitted(events.Resized)[0].former == 2 and story.state.recovery.failures <= 1
-    story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("heal", StateTag(step=3))
+    story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("restore", StateTag(step=3))
     assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.position.step == 3
 
 
@@ -142,7 +142,7 @@ def relaid(**settings: object) -> Story:
     story.tell(m.WorkerDied(worker=1, cause="its node is gone"))
     story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", None, workers=[0]).expires("shrink").formed(StateTag(step=None))
-    progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
+    progressed(story.returns("restore", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
     story.segment(4).snapshot(4)
     assert story.calls("upload") and story.state.phase is Phase.WAITING
     return story
@@ -179,8 +179,8 @@ def test_nobody_waits_for_a_store_where_the_one_who_was_to_join_is_gone(end: m.D
 def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> None:
     story = relaid().returns("upload", (), workers=[0]).committed(4).returns("leave", None)
     assert [call.worker for call in story.calls("reserve")] == [0, 2]
-    heal = story.formed(StateTag(step=None)).calls("heal")[0].argument
-    assert (heal.source, heal.step) == ("checkpoint", 4)
+    restore_plan = story.formed(StateTag(step=None)).calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step) == ("checkpoint", 4)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

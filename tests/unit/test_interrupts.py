@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.support.scripted_engine import PEER, ScriptedEngine, heal, join, scripted, scripted_worker
+from tests.support.scripted_engine import PEER, ScriptedEngine, join, restore, scripted, scripted_worker
 from tests.support.work_orders import order_of, table_job
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.errors import HangError, PeerLost
@@ -116,7 +116,7 @@ def test_a_rank_that_waits_for_no_other_ends_between_two_batches(
     job = table_job(evaluate=rows, epochs=4)
     worker = scripted_worker(monkeypatch, job)
     join(worker)
-    heal(worker)
+    restore(worker)
     with pytest.raises(PeerLost, match=r"rendezvous epoch 1\.1 has ended"):
         worker.run(RunRequest(steps=range(8))) if verb == "run" else worker.evaluate(EvaluateRequest(step=0))
     assert done == [0, 1] and worker.held[1] == (2 if verb == "run" else 0)

@@ -41,16 +41,20 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
     told.segment(27)
     assert [call.verb for call in told.all(m.CallWorker)] == ["leave", "leave"]
     told.returns("leave", None).formed(StateTag(step=27))
-    heal = told.calls("heal")[0].argument
-    assert (heal.source, heal.step, [passed.step for passed in heal.passing]) == ("checkpoint", 4, [25])
-    told.returns("heal", StateTag(step=4))
+    restore_plan = told.calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step, [passed.step for passed in restore_plan.passing]) == (
+        "checkpoint",
+        4,
+        [25],
+    )
+    told.returns("restore", StateTag(step=4))
     assert told.emitted(events.Formed)[0].steps_lost == 23
     assert told.state.phase is Phase.RUNNING and not told.state.recovery.spiked and not told.state.recovery.losses
 
 
 def test_losses_from_before_the_state_gone_back_to_still_count() -> None:
     told = spiked().segment(27).returns("leave", None).formed(StateTag(step=27))
-    told.returns("heal", StateTag(step=4))
+    told.returns("restore", StateTag(step=4))
     assert median_loss(news(told, 24, *[1.0] * MIN_LOSSES).state) == 1.0
     assert not news(told, 25, math.nan).state.recovery.spiked, "the step that is passed by has no loss"
 
@@ -58,10 +62,10 @@ def test_losses_from_before_the_state_gone_back_to_still_count() -> None:
 def test_a_copy_in_memory_from_before_the_spike_is_newer_than_the_checkpoint() -> None:
     kept = m.MemoryCheckpoint(version=9, step=20, files=())
     told = Story(total_steps=100, steps_per_epoch=100, max_loss_ratio=3.0, spike_limit=5)
-    told.tell(m.LeaseAcquired(token=3, head=HEAD, kept=kept)).start().formed().returns("heal", StateTag(step=20))
+    told.tell(m.LeaseAcquired(token=3, head=HEAD, kept=kept)).start().formed().returns("restore", StateTag(step=20))
     told = news(news(told, 40, *[1.0] * MIN_LOSSES), 41, 50.0).segment(42)
     told.returns("leave", None).formed(StateTag(step=42))
-    assert told.calls("heal")[0].argument.source == "keeper"
+    assert told.calls("restore")[0].argument.source == "keeper"
 
 
 def test_one_from_after_it_is_forgotten() -> None:
@@ -88,7 +92,7 @@ def test_without_leave_to_go_back_the_run_ends_with_the_figures() -> None:
 
 def test_it_goes_back_only_so_often() -> None:
     told = spiked(spike_limit=1).segment(27).returns("leave", None)
-    told.formed(StateTag(step=27)).returns("heal", StateTag(step=4))
+    told.formed(StateTag(step=27)).returns("restore", StateTag(step=4))
     news(news(told, 24, *[1.0] * MIN_LOSSES), 30, 77.0)
     error = told.tell(m.LeaseReleased()).all(m.FinishRun)[0].error
     assert isinstance(error, LossSpike) and "1 batches were skipped before" in error.what
@@ -98,8 +102,8 @@ def test_a_failure_on_the_way_back_still_leads_there() -> None:
     told = spiked().tell(m.WorkerDied(worker=1, cause="killed"))
     told.returns("run", m.SegmentReport(step=27), workers=[0])
     told.returns("leave", None, workers=[0]).start().formed(StateTag(step=27), StateTag(step=None))
-    heal = told.calls("heal")[0].argument
-    assert (heal.source, heal.step) == ("checkpoint", 4)
+    restore_plan = told.calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step) == ("checkpoint", 4)
 
 
 def test_nobody_looks_where_the_job_does_not_ask() -> None:

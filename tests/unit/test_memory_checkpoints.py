@@ -90,9 +90,9 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
 
 def test_when_all_are_dead_the_state_comes_from_memory() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
-    heal = story.calls("heal")[0].argument
-    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.memory.kept)
-    story.returns("heal", StateTag(step=7))
+    restore_plan = story.calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step, restore_plan.kept) == ("keeper", 7, story.state.memory.kept)
+    story.returns("restore", StateTag(step=7))
     assert story.emitted(events.Formed)[0].source == "keeper"
 
 
@@ -100,7 +100,7 @@ def test_an_older_copy_yields_to_a_newer_checkpoint() -> None:
     story = kept(alone(checkpoint_steps=20), 7).segment(20).snapshot(20)
     story.returns("upload", (FILE,)).committed(20)
     story.tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
-    assert story.calls("heal")[0].argument.source == "checkpoint"
+    assert story.calls("restore")[0].argument.source == "checkpoint"
 
 
 def ended(story: Story | None = None, **settings: object) -> Story:
@@ -123,9 +123,9 @@ def test_one_survivor_copies_its_state_before_its_process_ends() -> None:
     assert [(event.step, event.size_bytes, event.nodes) for event in story.emitted(events.Kept)] == [(7, 5, ["n0"])]
     copy = m.MemoryCheckpoint(version=FIRST, step=7, files=TAKEN.files)
     assert story.all(m.MarkComplete) == [m.MarkComplete(kept=copy)]
-    heal = story.start().formed().calls("heal")[0].argument
-    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, copy)
-    story.returns("heal", StateTag(step=7))
+    restore_plan = story.start().formed().calls("restore")[0].argument
+    assert (restore_plan.source, restore_plan.step, restore_plan.kept) == ("keeper", 7, copy)
+    story.returns("restore", StateTag(step=7))
     again = ended(progressed(story, 9)).calls("leave")
     assert [call.argument for call in again] == [m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,))]
 
@@ -141,7 +141,7 @@ def test_no_survivor_copies_its_state_where_it_is_not_wanted_or_not_safe(setting
 def test_a_survivor_that_holds_a_part_of_the_state_makes_no_copy() -> None:
     tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=3) for piece in "abc"]
     story = Story(workers=3, keep_s=10.0, reform="new_process", total_steps=100, steps_per_epoch=100)
-    story = ended(story.up().formed(*tags).returns("heal", *tags))
+    story = ended(story.up().formed(*tags).returns("restore", *tags))
     assert not story.calls("leave") and story.all(m.KillWorker) == [m.KillWorker(worker=1)]
 
 
@@ -177,7 +177,7 @@ def test_another_survivor_is_asked_where_the_first_one_cannot_copy(answer: Any) 
     story.raises(2, "run", "peer", PeerLost("gone"))
     assert [call.worker for call in story.calls("leave")] == [2]
     story.returns("leave", replace(TAKEN, step=7), workers=[2])
-    assert story.start().formed().calls("heal")[0].argument.step == 7
+    assert story.start().formed().calls("restore")[0].argument.step == 7
 
 
 def test_a_survivor_that_copies_for_too_long_is_replaced_and_not_taken_for_hung() -> None:
@@ -186,7 +186,7 @@ def test_a_survivor_that_copies_for_too_long_is_replaced_and_not_taken_for_hung(
     story.expires("leave")
     assert story.all(m.KillWorker) == [m.KillWorker(worker=1)] and not story.emitted(events.Failed)
     assert "did not copy its state within" in story.emitted(events.Noted)[0].text
-    assert story.start().formed().calls("heal")[0].argument.source == "initial"
+    assert story.start().formed().calls("restore")[0].argument.source == "initial"
 
 
 def test_where_the_copy_of_a_survivor_cannot_be_read_that_before_it_is_used() -> None:
@@ -199,9 +199,9 @@ def test_where_the_copy_of_a_survivor_cannot_be_read_that_before_it_is_used() ->
     before = story.returns("keep", replace(TAKEN, step=5), workers=[0, 1]).state.memory.kept
     story = ended(story).raises(2, "run", "peer", PeerLost("gone"))
     story.returns("leave", replace(TAKEN, step=7), workers=[1]).start().formed()
-    assert story.calls("heal")[0].argument.step == 7
+    assert story.calls("restore")[0].argument.step == 7
     worker = story.state.membership.members[0].worker
-    story.raises(worker, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
+    story.raises(worker, "restore", "storage", StorageError("a copy of the state in memory cannot be read"))
     assert before is not None and story.state.memory.kept == before and story.state.memory.former is None
 
 
@@ -230,9 +230,9 @@ def test_processes_that_wait_to_form_their_first_group_are_kept_at_a_takeover() 
 
 def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
-    story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
+    story.raises(1, "restore", "storage", StorageError("a copy of the state in memory cannot be read"))
     story.returns("leave", None).formed()
-    assert story.calls("heal")[0].argument.source == "initial" and story.state.memory.kept is None
+    assert story.calls("restore")[0].argument.source == "initial" and story.state.memory.kept is None
 
 
 def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
@@ -250,13 +250,13 @@ def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
     story.expires("pause").segment(9).returns("snapshot", m.SnapshotTaken(step=9, size_bytes=5, blocked_s=0.01))
     assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,))
     story.tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
-    assert story.calls("heal")[0].argument.step == 7
+    assert story.calls("restore")[0].argument.step == 7
 
 
 def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
     """An answer does not say to which copy; it must not be taken for one to a newer."""
     tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
-    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("restore", *tags)
     story.now_s += 10.0
     story.expires("pause").segment(7)
     story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)).tell(
@@ -326,7 +326,7 @@ def test_only_what_one_node_alone_holds_goes_to_its_neighbour() -> None:
 
 def test_a_neighbour_without_room_is_told_once_and_the_copies_stay_on_their_nodes() -> None:
     tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
-    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("restore", *tags)
     paused(story, 7)
     assert story.calls("keep")[0].argument.neighbours == (("n0", "n1"), ("n1", "n0"))
     there = replace(TAKEN, files=(*TAKEN.files, m.NodeMemoryFile(node="n1", file=FILE)))
@@ -337,7 +337,7 @@ def test_a_neighbour_without_room_is_told_once_and_the_copies_stay_on_their_node
 
 def test_trouble_with_a_neighbour_that_was_lost_is_none_of_the_next_ones() -> None:
     tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
-    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
+    story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("restore", *tags)
     paused(story, 7).tell(m.WorkerDied(worker=1, cause="killed"))
     story.returns("keep", replace(TAKEN, trouble="n1: the memory of n1 cannot be reached"), workers=[0])
     assert story.state.memory.neighbours and not story.emitted(events.Noted)

@@ -323,8 +323,8 @@ MUTANTS = (
     Mutant(
         name="hides the steps that nobody holds any more",
         module="trainwright.driver.rendezvous",
-        pattern="max(0, state.position.progress - heal.step, state.position.told - heal.step)",
-        replacement="max(0, state.position.progress - heal.step)",
+        pattern="max(0, state.position.progress - restore_plan.step, state.position.told - restore_plan.step)",
+        replacement="max(0, state.position.progress - restore_plan.step)",
         also=("crash",),
     ),
     Mutant(

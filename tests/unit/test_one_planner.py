@@ -37,7 +37,7 @@ def test_three_ways_to_ask_give_the_same_plan(part: int) -> None:
     found = 0
     for number in range(part, QUESTIONS, PARTS):
         profile, cluster, batch = question(number)
-        wishes = SizingRequest(batch_size=batch, precision="bf16", steps=100)
+        request = SizingRequest(batch_size=batch, precision="bf16", steps=100)
         try:
             ranked = tw.rank(profile, cluster, batch_size=batch, precision="bf16")
         except PlanError as error:
@@ -49,7 +49,7 @@ def test_three_ways_to_ask_give_the_same_plan(part: int) -> None:
         fitted = choose(profile, cluster, job(batch_size=batch, precision="bf16")).chosen
         texts = {ranked[0].text, fitted.text}
         if number // PARTS % 5 == 0:  # it looks at every size, which takes long
-            sizes = {one.accelerators: one.plan for one in what_if(profile, cluster, wishes).sizes}
+            sizes = {one.accelerators: one.plan for one in what_if(profile, cluster, request).sizes}
             texts.add(sizes[cluster.accelerators].text)
         assert len(texts) == 1, (number, profile, str(cluster), batch, texts)
         assert all(plan.engine for plan in ranked) and PlanConstraints.parse(fitted.text).allow(fitted)

@@ -159,9 +159,9 @@ def test_a_plan_with_smaller_micro_batches_is_told_too() -> None:
 def test_where_no_plan_on_trial_has_the_memory_a_leaner_one_is_taken() -> None:
     plans = Plans(plans=(WIDE, staged(1, 2, "other")), lean=LEAN)
     story = Story(layouts=plans, replan_memory=True, failures=0).up().formed()
-    failed(story, verb="heal")
+    failed(story, verb="restore")
     story.returns("leave", None, workers=[0]).formed()
-    assert failed(story, verb="heal").error is None
+    assert failed(story, verb="restore").error is None
     story.returns("leave", None, workers=[0])
     assert {call.argument.plan.strategy for call in story.calls("reserve")} == {"lean"}
     assert story.state.trials is None and story.state.recovery.failures == 0
@@ -195,7 +195,7 @@ def test_the_second_plan_in_a_row_that_is_too_large_ends_the_run() -> None:
     story = replanning()
     failed(story)
     story.returns("leave", None).formed(StateTag(step=0))
-    ended: Any = failed(story, verb="heal")
+    ended: Any = failed(story, verb="restore")
     assert isinstance(ended.error, DeviceOutOfMemory)
 
 

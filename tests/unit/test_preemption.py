@@ -43,7 +43,10 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [place.slot for place in story.all(m.StartWorker)] == [0] and [c.worker for c in story.calls("leave")] == [1]
     story.returns("leave", None, workers=[1])
     story.start().formed(StateTag(step=None), StateTag(step=3))
-    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+    assert story.state.epoch.restore_plan is not None and (
+        story.state.epoch.restore_plan.source,
+        story.state.epoch.restore_plan.step,
+    ) == (
         "replica",
         3,
     )
@@ -65,7 +68,10 @@ def test_a_state_that_only_those_who_go_hold_is_stored_before_they_do() -> None:
     uploaded(story, 0, 3)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
     story.start().formed()
-    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+    assert story.state.epoch.restore_plan is not None and (
+        story.state.epoch.restore_plan.source,
+        story.state.epoch.restore_plan.step,
+    ) == (
         "checkpoint",
         3,
     )
@@ -116,7 +122,7 @@ def half(rank: int, step: int | None) -> StateTag:
 def test_a_writer_that_stays_is_asked_for_no_checkpoint_while_it_still_writes_one(stored: bool) -> None:
     """The handover waits for it no longer, and its checkpoint counts if the one who went had written its own part."""
     story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
-    story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
+    story.formed(half(0, None), half(1, None)).returns("restore", half(0, 4), half(1, 4)).tell(notice(0))
     story.segment(6).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
     late = m.CallReturned(worker=1, generation=story.state.epoch.generation, verb="upload", value=FILES)
     if stored:
@@ -126,7 +132,7 @@ def test_a_writer_that_stays_is_asked_for_no_checkpoint_while_it_still_writes_on
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
     assert story.state.checkpoints.upload is not None and story.state.checkpoints.upload.owing == {1}
     story.returns("leave", None, workers=[1]).start().formed(half(0, None), half(1, 6))
-    story.returns("heal", half(0, 4), half(1, 4)).segment(8)
+    story.returns("restore", half(0, 4), half(1, 4)).segment(8)
     assert "is still being written" in story.emitted(CheckpointSkipped)[0].reason and not story.calls("snapshot")
     assert [commit.step for commit in story.tell(late).all(m.CommitCheckpoint)] == ([6] if stored else [])
     if stored:

@@ -41,9 +41,9 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
     story.returns("leave", None, workers=[0])
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
     story.returns("reserve", Address(host="h", port=1)).returns("form", StateTag(step=2), StateTag(step=None))
-    heal = story.calls("heal")[0].argument
-    assert (heal.step, heal.source, heal.moves[0].target) == (2, "replica", 1)
-    formed = story.returns("heal", StateTag(step=2)).emitted(events.Formed)[0]
+    restore_plan = story.calls("restore")[0].argument
+    assert (restore_plan.step, restore_plan.source, restore_plan.moves[0].target) == (2, "replica", 1)
+    formed = story.returns("restore", StateTag(step=2)).emitted(events.Formed)[0]
     assert (formed.survivors, formed.steps_lost) == (1, 0)
     assert progressed(story, 3).all(m.StartWorker) == [m.StartWorker(worker=3, slot=1, spare=True, beside=True)]
 
@@ -90,7 +90,7 @@ def test_a_spare_that_takes_over_accelerators_is_never_chosen_before_its_node_is
 def test_a_dead_rank_s_accelerators_are_told_to_whoever_takes_it() -> None:
     story = Story(spares=1).tell(m.LeaseAcquired(token=3, head=None))
     story.tell(*(m.WorkerStarted(worker=w, node="n", pid=w, accelerators=(f"gpu-{w}",)) for w in (0, 1)))
-    story.formed().returns("heal", StateTag(step=0))
+    story.formed().returns("restore", StateTag(step=0))
     progressed(story, 1).tell(m.WorkerStarted(worker=2, node="n", pid=2), m.WorkerDied(worker=1, cause=""))
     story.raises(0, "run", "peer", RuntimeError("gone")).returns("reserve", Address(host="h", port=1))
     assert [call.argument.accelerators for call in story.calls("form")] == [("gpu-0",), ("gpu-1",)]
@@ -120,7 +120,7 @@ def test_a_budget_of_failures_an_hour_ends_a_run_that_recovers_each_time() -> No
         if number < 2:
             story.returns("reserve", Address(host="h", port=1))
             story.returns("form", StateTag(step=number + 1), StateTag(step=None)).returns(
-                "heal", StateTag(step=number + 1)
+                "restore", StateTag(step=number + 1)
             )
     error = story.state.shutdown.error
     assert isinstance(error, WorkerLost) and "failure 3 within an hour; failures_an_hour=2" in error.what
@@ -129,7 +129,7 @@ def test_a_budget_of_failures_an_hour_ends_a_run_that_recovers_each_time() -> No
 def test_failures_longer_ago_than_an_hour_do_not_count() -> None:
     story = progressed(Story(failures_an_hour=1).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="killed")).raises(0, "run", "peer", RuntimeError("gone")).start()
-    story.formed(StateTag(step=1), StateTag(step=None)).returns("heal", StateTag(step=1))
+    story.formed(StateTag(step=1), StateTag(step=None)).returns("restore", StateTag(step=1))
     progressed(story, 2)
     story.now_s += 3600
     story.tell(m.WorkerDied(worker=2, cause="killed")).raises(0, "run", "peer", RuntimeError("gone")).start()

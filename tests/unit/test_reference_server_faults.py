@@ -130,7 +130,7 @@ def test_a_wish_ends_with_what_was_begun_and_the_next_segment_goes_on() -> None:
         stream = own.reports(serving)
         steps = {tag.step for tag in own.tags()}
         assert steps == {len(stream)} and 0 < len(stream) < 1000
-        assert not any(report.wish for report in stream[:-1])
+        assert not any(report.stop_requested for report in stream[:-1])
         reports = own.run(len(stream) + 3)
         assert [report.step - len(stream) for report in reports] == [1, 2, 3]
 

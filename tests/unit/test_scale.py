@@ -70,8 +70,8 @@ def recoveries(size: int, folder: Path, times: int = 2) -> Found:
 def test_a_recovery_costs_in_proportion_to_the_number_of_ranks(tmp_path: Path) -> None:
     few, many = (recoveries(size, tmp_path / str(size)) for size in SIZES)
     assert many.seconds < min(MOST_S, RATIO * few.seconds)
-    assert few.sent.keys() == many.sent.keys() >= {"interrupt", "reserve", "form", "heal", "run"}
-    for verb in ("interrupt", "reserve", "form", "heal", "run"):
+    assert few.sent.keys() == many.sent.keys() >= {"interrupt", "reserve", "form", "restore", "run"}
+    for verb in ("interrupt", "reserve", "form", "restore", "run"):
         assert many.sent[verb] / SIZES[1] < 1.05 * few.sent[verb] / SIZES[0], f"bytes of {verb} for each rank"
     assert len(many.stored) == len(few.stored) == 1, "the peers are stored once for all ranks"
 
@@ -122,7 +122,7 @@ def event_cost(size: int) -> tuple[float, float]:
         story.tell(*(lose(worker=worker) for worker in range(1, size)))
         answer("reserve", [Address(host="h", port=1)] * size)
         answer("form", [StateTag(step=None), *[StateTag(step=3)] * (size - 1)])
-        answer("heal", [StateTag(step=3)] * size)
+        answer("restore", [StateTag(step=3)] * size)
     assert story.state.phase is Phase.RUNNING and story.emitted(events.Formed)[0].source == "replica"
     return lines / (4 * size), median(peaks)
 

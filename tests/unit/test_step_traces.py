@@ -140,7 +140,7 @@ def test_a_failure_among_the_steps_is_told_with_what_is_traced_instead() -> None
     story.tell(m.WorkerStarted(worker=2, node="n1", pid=2))
     if story.calls("leave"):
         story.returns("leave", None, workers=[0])
-    story.formed(StateTag(step=2), StateTag(step=None)).returns("heal", StateTag(step=2))
+    story.formed(StateTag(step=2), StateTag(step=None)).returns("restore", StateTag(step=2))
     (told,) = [text for text in notes(story) if "traces" in text]
     assert told == (
         "the traces of steps 2 to 2 were dropped, because a failure cut them off; steps 3 to 4 are traced from here on"
@@ -306,7 +306,7 @@ def test_the_start_of_the_profiler_is_no_time_that_a_step_waited(monkeypatch: py
     monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
     worker = scripted_worker(monkeypatch, table_job())
     join(worker)
-    worker.heal(m.RestorePlan(step=0, source="initial"))
+    worker.restore(m.RestorePlan(step=0, source="initial"))
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     worker.run(m.RunRequest(steps=range(2)))
     steps = worker.watch(0, 0.0)

@@ -66,7 +66,7 @@ def test_a_slow_worker_is_replaced_on_request_once_an_hour_and_node() -> None:
     told.tell(m.WorkerStarted(worker=3, node="n2", pid=3)).formed(
         StateTag(step=40), StateTag(step=40), StateTag(step=None)
     )
-    told.returns("heal", StateTag(step=40))
+    told.returns("restore", StateTag(step=40))
     assert told.state.position.step == 40 and told.state.recovery.failures == 0
     paused(told, 60, 0.1, 0.1, 0.25)
     assert paused(told, 80, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.KillWorker)

@@ -167,8 +167,10 @@ def untrained(folder: Path, *names: str) -> tuple[tw.Teacher, ...]:
 
 
 def test_a_distillation_is_not_planned_before_its_teachers_are_trained(tmp_path: Path) -> None:
-    wish = distillation(tmp_path, teachers=(tw.Teacher(name="c", model=wide, inputs="x"), *untrained(tmp_path, *"ab")))
-    for asked in (wish, tw.TwoStage(distillation=wish, unlabelled=wish.student.train)):
+    request = distillation(
+        tmp_path, teachers=(tw.Teacher(name="c", model=wide, inputs="x"), *untrained(tmp_path, *"ab"))
+    )
+    for asked in (request, tw.TwoStage(distillation=request, unlabelled=request.student.train)):
         with pytest.raises(PlanError, match="not trained yet: a, b;") as caught:
             tw.plan(asked)
         assert caught.value.where == "run 'run-a', run 'run-b'" and "tw.distill(...) trains" in caught.value.remedy
@@ -177,7 +179,7 @@ def test_a_distillation_is_not_planned_before_its_teachers_are_trained(tmp_path:
 def test_no_teacher_is_trained_for_a_student_that_another_driver_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wish = distillation(tmp_path, teachers=untrained(tmp_path, "a"))
+    request = distillation(tmp_path, teachers=untrained(tmp_path, "a"))
     monkeypatch.setattr(
         "trainwright.distillation.distilled_run.train_teachers", lambda *_, **__: pytest.fail("too late")
     )
@@ -185,7 +187,7 @@ def test_no_teacher_is_trained_for_a_student_that_another_driver_trains(
     heart = Heartbeat(store, "student", RunLog(store, "student").acquire(Owner.here(), {}).token)
     heart.start()
     with pytest.raises(OwnedError, match="run 'student' is in use by process"):
-        tw.distill(wish)
+        tw.distill(request)
     heart.stop()
 
 
@@ -203,10 +205,10 @@ def test_the_plan_of_a_recipe_is_that_of_the_stage_whose_turn_it_is(
 
 
 def test_a_search_has_no_plan(tmp_path: Path) -> None:
-    wish = distillation(tmp_path)
-    student = wish.student.replace(evaluate=wish.student.train, metrics={"accuracy": right})
+    request = distillation(tmp_path)
+    student = request.student.replace(evaluate=request.student.train, metrics={"accuracy": right})
     with pytest.raises(PlanError, match="a Search is many runs"):
-        tw.plan(tw.Search(distillation=wish.replace(student=student)))  # type: ignore[call-overload]
+        tw.plan(tw.Search(distillation=request.replace(student=student)))  # type: ignore[call-overload]
 
 
 def test_a_distillation_is_not_planned_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ def _reduced_per_step(rank: int, world: int, exchange: Exchange) -> Any:
     for step in range(2):  # before the second, DDP fixes its buckets
         engine.train_step(share(step, rank, world, np.float64))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        report = engine.train_step(dataclasses.replace(share(2, rank, world, np.float64), wish=rank == 1))
+        report = engine.train_step(dataclasses.replace(share(2, rank, world, np.float64), stop_requested=rank == 1))
     engine.leave()
     names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
-    return names, report.wish
+    return names, report.stop_requested
 
 
 def test_weights_losses_and_wish_need_no_collective_of_their_own() -> None:

@@ -18,7 +18,7 @@ PLANS = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second")))
 
 def probing(**changes: object) -> Story:
     """All ranks measure the first plan."""
-    story = Story(**{"layouts": PLANS, "failures": 0, **changes}).up().formed().returns("heal", StateTag(step=0))
+    story = Story(**{"layouts": PLANS, "failures": 0, **changes}).up().formed().returns("restore", StateTag(step=0))
     assert {type(call.argument) for call in story.calls("probe")} == {ProbeRequest}
     return story
 
@@ -44,7 +44,7 @@ def test_peers_lost_for_no_reason_while_the_first_plan_is_tried_are_one() -> Non
 
 def test_trials_that_are_given_up_leave_nothing_of_the_plan_that_was_tried() -> None:
     story = probing(layouts=Plans(plans=(staged(1, 3, "first"), staged(3, 3, "second"))), workers=3, min_workers=2)
-    story.returns("probe", 1.0).returns("leave", None).formed().returns("heal", StateTag(step=0))
+    story.returns("probe", 1.0).returns("leave", None).formed().returns("restore", StateTag(step=0))
     story.tell(m.WorkerDied(worker=2, cause="killed"))
     story.raises(0, "probe", "peer", PeerLost("gone")).raises(1, "probe", "peer", PeerLost("gone")).expires("shrink")
     assert tried(story) == ["first"] and story.emitted(events.Resized)[0].workers == 2

@@ -208,7 +208,7 @@ def test_the_command_writes_a_page_and_json() -> None:
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
-    assert found["wishes"]["aim"] == "cheapest" and found["chosen"]["dollars_an_hour"] == 1.25
+    assert found["request"]["aim"] == "cheapest" and found["chosen"]["dollars_an_hour"] == 1.25
     assert [batch["batch_size"] for batch in found["batches"]] == [4, 8, 16]
     html = Path("plan.html").read_text()
     assert html.count('<svg class="figure"') == 3 and html.startswith("<!doctype html>") and "Batch sizes" in html

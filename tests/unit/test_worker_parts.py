@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 import trainwright as tw
 from tests.support import fake_ray
-from tests.support.scripted_engine import FIRST, PEER, ScriptedEngine, heal, join, scripted_worker
+from tests.support.scripted_engine import FIRST, PEER, ScriptedEngine, join, restore, scripted_worker
 from tests.support.work_orders import order_of, table_job
 from trainwright.core.data import Batch, Feed, FeedAssignment, MetricSums, StepReport
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
@@ -236,7 +236,9 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
         if batch.weights.any() and len(weights) == sound:
             raise NonFiniteLoss("the loss is not finite")
         weights.append(batch.weights.sum())
-        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.wish)
+        return StepReport(
+            step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, stop_requested=feed.stop_requested
+        )
 
     batch = Batch(columns={}, weights=np.ones(2), samples=np.arange(2))
     feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
@@ -298,7 +300,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
         told.append((feed.step, feed.following.step if feed.following else None))
         if feed.step == 1 and feed.parts[0][0].weights.any():
             raise NonFiniteLoss("the loss is not finite")
-        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.step == 6)
+        return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, stop_requested=feed.step == 6)
 
     monkeypatch.setattr(RankStreams, "training", lambda streams, feeding: blank_stream())
     monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
@@ -307,7 +309,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
         monkeypatch, table_job(on_nonfinite="skip"), mesh=Mesh(pipeline=2), schedule="pipedream", accumulation=2
     )
     join(worker, size=2)
-    heal(worker, passing=[SkippedBatch(step=5, why="it ends the workers")])
+    restore(worker, passing=[SkippedBatch(step=5, why="it ends the workers")])
     ended = [0]
     for until in (3, 10, 10):
         ended.append(worker.run(RunRequest(steps=range(ended[-1], until))).step)
@@ -322,7 +324,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
         monkeypatch, table_job(on_nonfinite="skip"), mesh=Mesh(pipeline=2), schedule="1f1b", accumulation=2
     )
     join(worker, size=2)
-    heal(worker)
+    restore(worker)
     told.clear()
     worker.run(RunRequest(steps=range(2)))
     assert told == [(0, None), (1, None), (1, None)]
@@ -391,7 +393,7 @@ def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeyp
     monkeypatch.setattr(ScriptedEngine, "train_step", timed, raising=False)
     worker = scripted_worker(monkeypatch, table_job(), topology="independent", servers=1)
     join(worker, rank=1, size=2)
-    heal(worker, 6)
+    restore(worker, 6)
     first, last = worker.run(RunRequest(steps=range(6, 9))), worker.run(RunRequest(steps=range(9, 10)))
     assert first.step == 9 and first.phases is None
     assert last.phases is not None

@@ -294,7 +294,7 @@ class _CoordinatorSteps:
         norm = float(sums[:, 2] @ sums[:, 0]) / weight if self._wants_norm and weight else None
         return StepReport(
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=begun.rate,
-            gradient_norm=norm, wish=feed.wish and not self._begun,
+            gradient_norm=norm, stop_requested=feed.stop_requested and not self._begun,
             phases={COMPILED_PHASE: time.perf_counter() - started},
             logged=logged_sums([each.logged for each in results]),
         )  # fmt: skip
@@ -431,7 +431,7 @@ def _chain(feed: Feed) -> Iterator[Feed]:
     following: Feed | None = feed
     while following is not None:
         yield following
-        following = None if feed.wish else following.following
+        following = None if feed.stop_requested else following.following
 
 
 # --- The model's variables on the servers, and the optimizer that updates them there ----------------------------------

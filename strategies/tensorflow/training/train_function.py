@@ -65,7 +65,7 @@ class _RankShare(NamedTuple):
 
     micros: tuple[MicroBatch, ...]  # its micro-batches
     rows: Any  # () real samples in the global batch
-    wish: Any  # () 1 if this worker requests a stop, else 0
+    stop_requested: Any  # () 1 if this worker requests a stop, else 0
     sampled: Any  # () whether this step measures the gradient noise scale
 
 
@@ -129,7 +129,9 @@ class TrainFunction:
         rate = replica.set_rate(feed.step)
         begun = time.perf_counter()
         outcome = self.run(feed)
-        weight, loss, wish, parts, samples, shares, norm, whole = (float(value) for value in outcome.carry.numpy())
+        weight, loss, stop_requested, parts, samples, shares, norm, whole = (
+            float(value) for value in outcome.carry.numpy()
+        )
         phases = {COMPILED_PHASE: time.perf_counter() - begun}
         self._check(feed, weight, loss, norm, outcome)
         replica.step = feed.step + 1
@@ -140,16 +142,23 @@ class TrainFunction:
         return StepReport(
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
             logged=logged_sums([outcome.logged]),
-            gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5, overflowed=overflowed,
+            gradient_norm=norm * feed.rows / weight if wanted else None, stop_requested=stop_requested > 0.5,
+            overflowed=overflowed,
             phases=None if sampled else phases,
             scatter=GradientScatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
         )  # fmt: skip
 
     def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> _RankShare:
         micros = micro_batches(self._replica.spec, self._caller.wanted, part, feed.step, rank, muted=muted)
-        wish, sampled = feed.wish and rank == feed.data_ranks[0], noise_is_due(feed.step, feed.total * len(part))
+        stop_requested, sampled = (
+            feed.stop_requested and rank == feed.data_ranks[0],
+            noise_is_due(feed.step, feed.total * len(part)),
+        )
         return _RankShare(
-            micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind), tf.constant(sampled)
+            micros,
+            tf.constant(feed.rows, tf.float64),
+            tf.constant(float(stop_requested), self._kind),
+            tf.constant(sampled),
         )
 
     def _stepped(self, share: Any) -> _StepOutcome:
@@ -193,7 +202,7 @@ class TrainFunction:
             losses.append(values)
             scatter += self._if_sampled(share, partial(self._scatter, own, micro, share.rows), 3)
         kept = [None if new is old else new for old, new in zip(before, state, strict=True)]
-        carry = tf.concat((tf.stack((weight, loss, share.wish)), scatter), 0)
+        carry = tf.concat((tf.stack((weight, loss, share.stop_requested)), scatter), 0)
         found = self._reduced(gradients, carry, kept, losses, logged)
         whole = self._if_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))

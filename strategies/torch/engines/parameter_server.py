@@ -245,10 +245,10 @@ class ParameterServer(_ServerGroupEngine):
         self._trainer.pull()
         return super().predict_step(feed)
 
-    def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """Let the workers take the steps before `until`; a server calls it."""
         replica, server = self.replica, self.server
-        yield from server.serve(replica.step or 0, until, wish)
+        yield from server.serve(replica.step or 0, until, stop_requested)
         replica.step = server.step
 
     def staleness(self) -> StalenessCounts:

@@ -69,7 +69,7 @@ class Pipeline(ShardedModelEngine):
         except NonFiniteLoss:
             self._recall()
             raise
-        if report.wish or report.overflowed or not report.weight:
+        if report.stop_requested or report.overflowed or not report.weight:
             self._recall()
         return report
 

@@ -358,7 +358,7 @@ class StageRunner(MeshRunner):
     def _tell(self, feed: Feed) -> None:
         """Start the sums over all ranks, without waiting for the last backwards."""
         if not self.pipe.last:
-            self.objective.add_stop_request(feed.wish)
+            self.objective.add_stop_request(feed.stop_requested)
         self.start_sums()
 
     def reduce(self, replica: TorchReplica) -> None:

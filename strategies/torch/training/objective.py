@@ -66,7 +66,7 @@ class MicroBatchShare:
     batch: Batch  # the micro-batch
     data_rank: int  # the data rank that computes it
     rows: int  # real samples in the global batch
-    wish: bool = False  # the rank requests to stop; set in one of its micro-batches
+    stop_requested: bool = False  # the rank requests to stop; set in one of its micro-batches
     zero_weight: bool = False  # all weights count as 0
     layout: BatchLayout = WHOLE_BATCH  # how the global batch is divided
 
@@ -438,7 +438,7 @@ class Objective(nn.Module):
         self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
-        self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
+        self._stop_values = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
     @contextmanager
     def checking(self, wanted: bool) -> Iterator[None]:
@@ -488,9 +488,9 @@ class Objective(nn.Module):
         """Add a micro-batch's sums to `carry` where no backward does."""
         self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
 
-    def add_stop_request(self, wish: bool) -> None:
+    def add_stop_request(self, stop_requested: bool) -> None:
         """Set the sums of a rank without losses: its stop request alone."""
-        own = torch.stack((*self._no_news[:2], self._wishes[wish])) * self.world
+        own = torch.stack((*self._no_news[:2], self._stop_values[stop_requested])) * self.world
         self.carry.grad = nn.functional.pad(own, (0, len(self.carry) - len(own)))
 
     def _check(self, values: Tensor) -> None:
@@ -509,7 +509,7 @@ class Objective(nn.Module):
         news = self.news
         if news is not self._no_news:
             self.news = self._no_news
-        sums = torch.stack((weight, loss, self._wishes[share.wish], self._no_news[0], *news)).to(kind)
+        sums = torch.stack((weight, loss, self._stop_values[share.stop_requested], self._no_news[0], *news)).to(kind)
         if self.logged.names:
             sums = torch.cat((sums, *self.logged.take(sums)))
         sums.mul_(self.world)

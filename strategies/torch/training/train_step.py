@@ -52,7 +52,7 @@ class StepTotals:
 
     weight: float
     loss: float
-    wish: bool
+    stop_requested: bool
     unused: bool  # a parameter for whose gradient DDP waits got none on some rank
     told: tuple[float, ...]  # sums of gradient noise, reduced beside them
     logged: tuple[float, ...]  # sum and weight of each logged value in turn
@@ -61,9 +61,17 @@ class StepTotals:
     @classmethod
     def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
         """Return the totals from the reduced gradient of `Objective.carry`."""
-        weight, loss, wish, unused, *others = sums
+        weight, loss, stop_requested, unused, *others = sums
         told, logged = tuple(others[:3]), tuple(others[3:])
-        return cls(weight=weight, loss=loss, wish=wish > 0.5, unused=unused > 0, told=told, logged=logged, norm=norm)
+        return cls(
+            weight=weight,
+            loss=loss,
+            stop_requested=stop_requested > 0.5,
+            unused=unused > 0,
+            told=told,
+            logged=logged,
+            norm=norm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +189,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         weight=totals.weight,
         learning_rate=rate,
         gradient_norm=norm,
-        wish=totals.wish,
+        stop_requested=totals.stop_requested,
         overflowed=overflowed,
         logged=logged_sums(runner, totals),
         own_s=laps.own_s if runner.measures_own_time else None,
@@ -224,16 +232,16 @@ def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
-    if feed.wish:
+    if feed.stop_requested:
         micro, last = flat[-1]
-        flat[-1] = micro, replace(last, wish=True)
+        flat[-1] = micro, replace(last, stop_requested=True)
     return flat
 
 
 def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]:
     """Yield copies of a feed's micro-batches whose weights count as 0, and which request no stop."""
     for micro, share in micro_batches_of(feed):
-        yield micro, replace(share, batch=copy_batch(share.batch), zero_weight=True, wish=False)
+        yield micro, replace(share, batch=copy_batch(share.batch), zero_weight=True, stop_requested=False)
 
 
 def _batch_layout(feed: Feed) -> BatchLayout:
@@ -429,7 +437,7 @@ def _train_by_turns(replica: TorchReplica, runner: StepRunner, feed: Feed) -> St
         weight=updates[0][1].weight,
         learning_rate=rate,
         gradient_norm=norms[-1] if norms and replica.spec.clip_norm is not None else None,
-        wish=any(totals.wish for _, totals in updates),
+        stop_requested=any(totals.stop_requested for _, totals in updates),
         logged=logged,
     )
 

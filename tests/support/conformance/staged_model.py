@@ -118,4 +118,4 @@ def streamed(steps: Steps, drains: Collection[int] = (), wishes: Collection[int]
         [replace(feed, following=after if after.step not in drains else None) for feed, after in zip(*two, strict=True)]
         for two in itertools.pairwise(steps)
     ]
-    return [[replace(feed, wish=feed.step in wishes) for feed in feeds] for feeds in (*followed, steps[-1])]
+    return [[replace(feed, stop_requested=feed.step in wishes) for feed in feeds] for feeds in (*followed, steps[-1])]

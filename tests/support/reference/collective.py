@@ -56,7 +56,7 @@ class Reference(ReferenceEngine):
             for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         ]
         total = sum(vectors[1:], start=vectors[0])
-        total[-1] = float(feed.wish)
+        total[-1] = float(feed.stop_requested)
         return total
 
     def warm(self, feed: Feed) -> None:

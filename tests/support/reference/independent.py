@@ -125,12 +125,12 @@ class Independent(ReferenceEngine):
         if not self._serving:
             self._computed(zero_weighted(feed), self._newest())
 
-    def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
+    def serve(self, until: int, stop_requested: Callable[[], bool]) -> Iterator[StepReport]:
         """Let the workers take the steps before `until`."""
         assert self._bank is not None, "build comes first"
         self._settle(self.state)
         with self._busy:
-            yield from self.server.serve(self.state.step or 0, until, wish)
+            yield from self.server.serve(self.state.step or 0, until, stop_requested)
         self._state = ReferenceState(parameters=self._bank.parameters, slots=self._bank.slots, step=self.server.step)
 
     def staleness(self) -> StalenessCounts:
@@ -167,7 +167,7 @@ class Independent(ReferenceEngine):
             weight=totals.weight,
             learning_rate=rate,
             gradient_norm=None if self.program.spec.clip_norm is None else norm,
-            wish=feed.wish,
+            stop_requested=feed.stop_requested,
         )
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:

@@ -32,7 +32,7 @@ class SummedGradients:
     gradients: Arrays
     loss: float
     weight: float
-    wish: bool
+    stop_requested: bool
 
 
 class ReferenceProgram:
@@ -80,7 +80,9 @@ class ReferenceProgram:
             gradients[name] = vector[start : start + size].reshape(shape)
             start += size
         loss, weight, wishes = vector[start:]
-        return SummedGradients(gradients=gradients, loss=float(loss), weight=float(weight), wish=bool(wishes > 0))
+        return SummedGradients(
+            gradients=gradients, loss=float(loss), weight=float(weight), stop_requested=bool(wishes > 0)
+        )
 
     def mean_gradients(self, totals: SummedGradients, step: int, *, clip: bool = True) -> tuple[Arrays, float]:
         """Gradients scaled by 1 / weight, then clipped unless that is for others; and their norm before clipping.
@@ -244,7 +246,7 @@ def apply_step(
         weight=totals.weight,
         learning_rate=rate,
         gradient_norm=None if program.spec.clip_norm is None else norm,
-        wish=totals.wish,
+        stop_requested=totals.stop_requested,
     )
     return ReferenceState(parameters=parameters, slots=slots, step=feed.step + 1), report
 
