@@ -219,7 +219,7 @@ def test_steps_that_nobody_holds_any_more_are_told(
         os.kill(event.pid, signal.SIGKILL)
     (tmp_path / "quick").touch()
     code, _, err = processes.finish("fit", file, cluster=processes.address())
-    assert code == 0 and f"{before} steps after it are done again" in err, err
+    assert code == 0 and f"{before} steps are repeated" in err, err
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("initial", before)]
     assert final_state(folder, "faulty") == unbroken(2)
