@@ -257,10 +257,10 @@ class Sharded(ShardedModelEngine):
                 change(True)
 
 
-def _run_step_with_freezing(step: Callable[..., Any], model: nn.Module, batch: Any, **numbers: int) -> Any:
+def _run_step_with_freezing(own: Callable[..., Any], model: nn.Module, batch: Any, /, **numbers: int) -> Any:
     """Run a step of the job's own, which may freeze parameters, whether they are gathered at that moment or not."""
     try:
-        return step(model, batch, **numbers)
+        return own(model, batch, **numbers)
     finally:
         for module in fsdp_modules(model):
             keep_requires_grad(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,8 +154,9 @@ def untrained_problems(loss: Any, model: nn.Module) -> list[str]:
 @contextmanager
 def unchanged_buffers(what: str, function: Any, model: nn.Module, where: str) -> Iterator[None]:
     """Raise JobError where a call in this context changes a buffer of a loss or step, which the model does not hold."""
+    function = inspect.unwrap(function)  # an engine may wrap a step
     while isinstance(function, functools.partial):
-        function = function.func
+        function = inspect.unwrap(function.func)
     if not isinstance(function, nn.Module):
         yield
         return

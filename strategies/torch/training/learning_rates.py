@@ -157,14 +157,20 @@ class LearningRates:
             for _ in range(counts):
                 scheduler.step()
 
-    def _scale_rates(self, options: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
-        """Apply to the job's own rates the reductions of a scheduler that follows a metric.
+    def _take_reductions(
+        self, options: Sequence[Mapping[str, Any]], saved: SchedulerState | None, made_as: Mapping[str, Any]
+    ) -> None:
+        """Apply to the job's own rates the reductions of a scheduler of the same class that follows the same metric.
 
         Args:
             options: of each group the settings that training had changed.
-            rates: of each group before the first step of that training.
+            saved: state of that scheduler.
+            made_as: how it was made.
         """
-        for group, initial, changed, rate in zip(self._groups, self.initial, options, rates, strict=True):
+        if any(made_as[key] != self._made_as[key] for key in ("class", "by")):
+            return
+        self.state = saved
+        for group, initial, changed, rate in zip(self._groups, self.initial, options, made_as["rates"], strict=True):
             if "lr" in changed and rate:
                 set_group_option(group, "lr", changed["lr"] * (initial["lr"] / rate))
 

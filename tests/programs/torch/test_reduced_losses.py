@@ -553,3 +553,38 @@ def test_a_job_refuses_a_weight_that_its_loss_or_framework_does_not_have() -> No
     with pytest.raises(JobError, match=r'weight= cannot be used with run="fit"'):
         tw.Job(**given, weight=len, run="fit")
     assert tw.Job(**given, weight="y").model_spec(1).weight == "y"
+
+
+# --- The step's number, and modules as steps --------------------------------------------------------------------------
+
+
+def alone(exchanged: Any) -> list[Any]:
+    """Exchange values in a group of this process alone."""
+    return [exchanged]
+
+
+class CountingStep(nn.Module):
+    """A step whose buffer changes with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, model: nn.Module, columns: Any, *, step: int) -> Tensor:
+        self.calls += 1
+        return functional.cross_entropy(model(columns["x"]), columns["y"], reduction="none") * (step + 1)
+
+
+def test_a_sharded_step_gets_its_number_and_must_not_change_buffers_of_its_own() -> None:
+    def step(model: nn.Module, columns: Any, *, step: int) -> Tensor:
+        return functional.cross_entropy(model(columns["x"]), columns["y"], reduction="none") * (step + 1)
+
+    losses, given, made = [], feed(first_rows(8), step=3), job(loss=None, step=step)
+    for engine in (one_device(made), formed(0, alone, made, engine=Sharded())):
+        losses.append(engine.train_step(given).loss)
+        engine.leave()
+    assert losses[0] == pytest.approx(losses[1]), "step= under FSDP gets the number"
+    engine = formed(0, alone, job(loss=None, step=CountingStep()), engine=Sharded())
+    with pytest.raises(JobError, match=r"buffer 'calls' of step=CountingStep\(...\) changes when it is called"):
+        engine.warm(zero_weight(given))
+    engine.leave()
