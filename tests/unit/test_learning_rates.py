@@ -167,6 +167,43 @@ def test_a_run_with_more_steps_or_another_scheduler_has_the_rates_of_the_new_one
         )
 
 
+def to_zero(optimizer: Any, num_training_steps: int) -> Any:
+    """As the linear schedule of transformers: the number of steps is in a function, which no state holds."""
+    return schedulers.LambdaLR(optimizer, partial(left, num_training_steps))
+
+
+def left(steps: int, step: int) -> float:
+    return max(0.0, 1 - step / steps)
+
+
+def test_a_length_that_is_filled_in_counts_where_epochs_are_added() -> None:
+    shorter = one_device(job(schedule=to_zero, total_steps=6, epochs=2))
+    rates_of(shorter, steps=6)
+    longer = loaded(job(schedule=to_zero), saved(shorter))
+    assert rates_of(longer, first=6) == plain(partial(to_zero, num_training_steps=STEPS))[6:]
+
+
+class Relaxing(schedulers.LRScheduler):
+    """Changes a setting that torch's schedulers do not."""
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_another_setting_that_a_scheduler_multiplies_is_counted_again_and_those_of_the_optimizer_are_kept() -> None:
+    def prodigy(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
+        return pytorch_optimizer.Prodigy(parameters, lr=lr, weight_decay=0.5)
+
+    stopped = one_device(job(schedule=Relaxing, optimizer=prodigy))
+    rates_of(stopped, steps=6)
+    resumed = loaded(job(schedule=Relaxing, optimizer=partial(prodigy, lr=0.5)), saved(stopped))
+    (before,), (after,) = (each.replica.optimizer.param_groups for each in (stopped, resumed))
+    assert before["d"] > before["d0"], "the optimizer changes it"
+    assert {**after, "params": [], "lr": 1.0, "initial_lr": 1.0} == {**before, "params": []}
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_edited_rate_counts_in_a_run_that_is_resumed(name: str) -> None:
     changed = loaded(job(schedule=MAKERS[name], optimizer=lower), saved(trained(MAKERS[name], 6)))

@@ -3,8 +3,8 @@
 A scheduler's state is part of the replica's state. A state after `step` steps holds what the scheduler has counted in
 these steps, and of evaluations those before its last step: what the next step needs is applied with that step, so that
 a step taken again finds the same rates. It has what counting has changed, and how the scheduler was made. A job that is
-resumed with another scheduler, or with other settings or rates, counts its own scheduler from step 0 to `step`: most of
-torch's compute a rate from the one before, which is that of the earlier settings.
+resumed with another scheduler, or with other settings, rates or length, counts its own scheduler from step 0 to `step`:
+most of torch's compute a rate from the one before, which is that of the earlier settings.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class LearningRates:
             "class": type(self._scheduler).__name__,
             "by": spec.schedule_metric or spec.schedule_by,
             "rates": [initial.get("lr") for initial in self.initial],
+            "length": [spec.total_steps, spec.epochs],  # a function within it may depend on them
             "settings": self._fresh,
         }
 
@@ -135,19 +136,22 @@ class LearningRates:
         """
         made_as = None if saved is None else saved.get(_MADE_AS, self._made_as)
         same = saved is None if self._scheduler is None else made_as == self._made_as
-        for group, initial, changed in zip(self._groups, self.initial, options, strict=True):
-            kept = changed if same else {key: value for key, value in changed.items() if key not in _SCHEDULED}
-            for key, value in {**initial, **kept}.items():
+        for group, initial in zip(self._groups, self.initial, strict=True):
+            for key, value in initial.items():
                 set_group_option(group, key, value)
-        if same:
-            self.state = saved
-        elif self._scheduler is not None:
+        if not same and self._scheduler is not None:
             self.state = {}
             if not self._spec.schedule_metric:
                 self._count(self._scheduler, step)
-            elif made_as is not None and all(made_as[key] == self._made_as[key] for key in ("class", "by")):
-                self.state = saved
-                self._scale_rates(options, made_as["rates"])
+        for group, initial, changed in zip(self._groups, self.initial, options, strict=True):
+            counted = group_settings(group)
+            for key, value in changed.items():  # counting changes those of the scheduler, the optimizer has the others
+                if same or (key not in _SCHEDULED and counted.get(key) == initial.get(key)):
+                    set_group_option(group, key, value)
+        if same:
+            self.state = saved
+        elif made_as is not None and self._scheduler is not None and self._spec.schedule_metric:
+            self._take_reductions(options, saved, made_as)
 
     def _count(self, scheduler: LRScheduler, steps: int) -> None:
         """Let a fresh scheduler count completed steps."""
