@@ -33,6 +33,7 @@ _MEAN_ROUNDING = 160  # of float32: how far a mean over a batch and that of its 
 _LEAST_DIFFERENCE = 2e-6  # of them, absolutely: a loss near 0 is the rest of a subtraction
 _TELLING = 100  # times that: halves this far apart show a weight in the mean that is wrong by 1 %
 _ALONG = 3  # as many times less is allowed of a difference between gradients along that of the halves
+_SCALES = (2.0**16, 2.0**8, 1.0)  # of a loss in float16, as training scales it; the next one where a gradient overflows
 _Function = Callable[[Any, Any], Any]
 _Mode = Callable[[], AbstractContextManager[Any]]
 GroupFactory = Callable[[], ProcessGroup]
@@ -514,7 +515,9 @@ def _gradient_problem(call: LossCall, parts: Sequence[Tensor], shares: Sequence[
         _log.warning("the gradients of %s were not compared, and its values are nearly equal: %s", call.what, cause)
         return ""
     scale = math.sqrt(max(largest))
-    if max(math.sqrt(off), abs(along) / math.sqrt(between or 1.0) * _ALONG) <= rounding * scale or math.isnan(off):
+    if not math.isfinite(off):  # an overflow in float16
+        return ""
+    if max(math.sqrt(off), abs(along) / math.sqrt(between or 1.0) * _ALONG) <= rounding * scale:
         return ""
     return (
         f"its gradient for {call.rows} rows is not the mean of those of 2 parts of them: it differs by "
@@ -545,9 +548,17 @@ def _gradients(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of a number by some tensors, as real and dense tensors."""
     if not value.requires_grad:
         return [torch.zeros_like(each) for each in wanted]
-    found = [each.to_dense() for each in torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)]
-    real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in found]
-    return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in real]
+    half = torch.float16 in _computing_types((value, *wanted))  # in which those of a mean over many values vanish
+    found: list[Tensor] = []
+    for scale in _SCALES if half else _SCALES[-1:]:
+        slope = torch.full_like(value, scale)
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True, "retain_graph": scale > 1.0}
+        dense = [each.to_dense() for each in torch.autograd.grad(value, wanted, slope, **options)]
+        real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in dense]
+        found = [each.to(torch.promote_types(each.dtype, torch.float32)) / scale for each in real]
+        if not half or all(bool(each.isfinite().all()) for each in found):
+            break
+    return found
 
 
 def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor, rounding: float) -> str:
@@ -603,12 +614,16 @@ def _rounding(values: Iterable[Any]) -> float:
     A result in float64 may come from a model in float32, and accelerators multiply float32 as TF32.
     """
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    devices = {tensor.device.type for tensor in tensors}
-    kinds = {tensor.dtype for tensor in tensors} | {torch.float32}
-    kinds |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
-    if devices - {"cpu"}:
+    kinds = _computing_types(tensors) | {torch.float32}
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         kinds.add(torch.float16)  # as many bits of a fraction as TF32 has
     return float(max(torch.finfo(kind).eps for kind in kinds) ** 0.5)
+
+
+def _computing_types(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """Return the types of tensors, and those that autocast may compute in on their devices."""
+    kinds, devices = {tensor.dtype for tensor in tensors}, {tensor.device.type for tensor in tensors}
+    return kinds | {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
 
 
 def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chosen: Tensor, rounding: float) -> str:

@@ -416,7 +416,7 @@ OF_EQUAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OF_EQUAL)
 def test_the_gradient_shows_what_equal_values_do_not(name: str, precision: str) -> None:
     changes = {"model": Unwritten, "targets": ("tags",), **OF_EQUAL[name]}
@@ -431,6 +431,30 @@ def test_the_gradient_shows_what_equal_values_do_not(name: str, precision: str) 
     even = replace(given.parts[0][0], columns={**columns_of_even_length()})
     given = zero_weight(feed(even, total=2))
     warm()
+
+
+class Blank(nn.Linear):
+    """Outputs of zeros, of the type that is computed in."""
+
+    def __init__(self) -> None:
+        super().__init__(4, CLASSES)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def test_gradients_of_a_mean_over_many_pixels_do_not_vanish_in_fp16() -> None:
+    def step(model: Any, columns: Any, rows: float = 1.0) -> Tensor:
+        pixels = model(columns["x"].float())[..., None].expand(-1, -1, 1 << 17)
+        weights = rows ** torch.arange(len(pixels))[:, None, None]  # by the place in the batch, if not all 1
+        return ((pixels.float() - 1.0) ** 2 * weights).sum() / weights.expand_as(pixels).sum()
+
+    def warm(own: Any) -> None:
+        changes = {"model": Blank, "loss": None, "step": own}
+        one_device(job(**changes), plan(ranks=2, precision="fp16")).warm(zero_weight(feed(first_rows(8), total=2)))
+
+    warm(step)
+    with pytest.raises(JobError, match="its gradient for 8 rows is not the mean of those of 2 parts"):
+        warm(partial(step, rows=2.0))
 
 
 class Recurrent(torch.autograd.Function):
