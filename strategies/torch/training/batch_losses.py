@@ -421,6 +421,8 @@ def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequ
             except Exception as error:
                 if TorchUserCode.lost_peer(error):
                     raise
+                if _ran_out_of_memory(call, error):
+                    return ""
                 problem = summarize_error(error)
                 continue
             _compare(call, result, layout, where, gathers=bool(gathers), drew=_random_state(call.given) != before)
@@ -443,6 +445,19 @@ def _compare(call: LossCall, result: Any, layout: BatchLayout, where: str, *, ga
         found = _sample_problem(whole, call, shuffled if gathers else first, rounding)
         if found:
             raise JobError([_dependence_message(call.what, found, gathers, layout)], where=where)
+
+
+def _ran_out_of_memory(call: LossCall, error: Exception) -> bool:
+    """Return whether a call needed too much memory, which says nothing of the loss, and log that.
+
+    Raises it where the model is divided: the other ranks are in the same call, and would take the next one for it.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return False
+    if call.divided:
+        raise error
+    _log.warning("%s was not compared with its parts: %s", call.what, summarize_error(error))
+    return True
 
 
 def _without_graph(leaf: Any) -> Any:
@@ -475,6 +490,8 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
+        if _ran_out_of_memory(call, error):
+            return ""
         return f"with {len(parts[0])} of {rows} rows it raised {type(error).__name__}: {error}"
     if rows == 1:
         return "" if told else "micro-batches of one row have no halves to compare"
@@ -569,7 +586,7 @@ def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
-        if isinstance(error, torch.OutOfMemoryError):
+        if _ran_out_of_memory(call, error):
             return ""
         if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(call.given)):
             return ""  # it may not be the rows that were too few

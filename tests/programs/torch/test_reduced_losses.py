@@ -481,6 +481,22 @@ def test_gradients_that_cannot_be_computed_are_told_and_refuse_nothing(caplog: p
     assert "gradients of step= were not compared, and its values are nearly equal: RuntimeError: cudnn" in caplog.text
 
 
+@pytest.mark.parametrize("fails", [1, 2], ids=["all rows", "half of them"])
+def test_a_check_without_enough_memory_is_told_and_refuses_nothing(
+    fails: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def step(model: Any, columns: Any) -> Tensor:
+        calls.append(len(columns["x"]))
+        if len(calls) == fails:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return (model(columns["x"]) ** 2).mean()
+
+    warmed(loss=None, step=step)
+    assert "step= was not compared with its parts: OutOfMemoryError: tried to allocate 2 GiB" in caplog.text
+
+
 def columns_of_even_length() -> dict[str, Any]:
     held = dict(first_rows(8).columns)
     held["tags"] = np.where(np.arange(TOKENS) < TOKENS - 2, np.abs(held["tags"]) % CLASSES, -100)
