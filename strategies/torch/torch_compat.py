@@ -79,6 +79,12 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when an operation changes a tensor in place, or another view of its memory."""
+    with DisableTorchFunction():
+        return tensor._version
+
+
 def generator_of(device: torch.device) -> torch.Generator:
     """Return the global random generator of a device."""
     if device.type == "cuda":

@@ -335,6 +335,22 @@ def test_a_step_in_which_a_parameter_is_unused_is_taken_again_and_equals_one_dev
         torch.testing.assert_close(load_weights(held)[name], value, rtol=0.0, atol=1e-12)
 
 
+class Normalizing(Routed):
+    """Changes what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.div_(2.0))
+
+
+def test_a_step_that_changed_its_batch_in_place_is_not_taken_again() -> None:
+    engine = formed(0, lambda value: [value], spec(model=Normalizing, optimizer=decaying))
+    engine.warm(routed_share(0, 0, 1))
+    engine.train_step(routed_share(0, 0, 1))
+    with pytest.raises(JobError, match=r"changes the batch in place \('x'\), and step 3 must be taken again.*clone"):
+        engine.train_step(routed_share(2, 0, 1))
+    engine.leave()
+
+
 class SparselyRouted(Routed):
     """Looks the rows of its second layer up in a table."""
 

@@ -12,6 +12,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Feed, StepReport
+from trainwright.core.errors import JobError
 from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
@@ -108,10 +109,21 @@ class DataParallel(ProcessGroupEngine):
 
         Where a parameter gets no gradient for the first time, nothing is applied: DDP looks for such parameters from
         then on, and the step is taken again.
+
+        Raises:
+            JobError: the step would be taken again with a batch that it changed in place.
         """
         try:
             return super().train_step(feed)
         except UnusedParameters:
+            if changed := self._ready.objective.changed:
+                names = ", ".join(map(repr, sorted(changed)))
+                problem = (
+                    f"the model, loss= or step= changes the batch in place ({names}), and step {feed.step + 1} must be "
+                    "taken again, since a parameter got no gradient for the first time: change a copy, such as "
+                    "tensor.clone()"
+                )
+                raise JobError([problem], where=self._where) from None
             self._runner, self.replica.sometimes_unused = None, True
         return super().train_step(feed)
 

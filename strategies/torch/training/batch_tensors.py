@@ -119,6 +119,12 @@ def copy_batch(batch: Batch) -> Batch:
     )
 
 
+def shares_memory(tensor: torch.Tensor, batch: Batch) -> bool:
+    """Return whether a tensor lies in the memory of a column of a micro-batch."""
+    start = tensor.untyped_storage().data_ptr()
+    return any(np.asarray(column).ctypes.data == start for column in batch.columns.values())
+
+
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
     """Return a tensor as a numpy array; bfloat16, which numpy does not have, as float32."""
     host = values.detach().to("cpu")

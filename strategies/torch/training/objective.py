@@ -32,7 +32,7 @@ from trainwright.core.metric_states import is_stateful
 from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
-from trainwright.strategies.torch.torch_compat import accumulate_gradients
+from trainwright.strategies.torch.torch_compat import accumulate_gradients, version_of
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
@@ -422,6 +422,8 @@ class Objective(nn.Module):
             parameter without a gradient, noise sums, sum and weight of each logged value).
         logged: the values that the job logs.
         micro_losses: the step's micro-batches so far, with their losses.
+        changed: columns of these micro-batches that the job's functions changed in place, so that to take the step
+            again would be another step. A copy of the columns, as on a GPU, does not count.
         news: three sums of gradient noise that the next micro-batch adds, once.
         scale: the factor of the gradients.
     """
@@ -436,6 +438,7 @@ class Objective(nn.Module):
         self.carry = nn.Parameter(torch.zeros(7, dtype=kind, device=caller.device))
         self.scale = 1.0
         self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
+        self.changed: set[str] = set()
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
         self._stop_values = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
@@ -456,6 +459,7 @@ class Objective(nn.Module):
         """Forget the sums and losses of the step before."""
         self.carry.grad = None
         self.micro_losses.clear()
+        self.changed.clear()
         self.logged.forget()
 
     def carry_logged(self, names: Collection[str]) -> None:
@@ -472,7 +476,11 @@ class Objective(nn.Module):
             UserCodeError: the user's code raised.
         """
         columns = self.caller.tensors(share.batch)
+        before = {name: (tensor, version_of(tensor)) for name, tensor in columns.items()}
         values, weights = self.caller.loss(self.model, columns, share.batch, share.layout)
+        for name, (tensor, version) in before.items():
+            if version_of(tensor) != version and batches.shares_memory(tensor, share.batch):
+                self.changed.add(name)
         self._check(values)
         return values, weights, self.carry.view(-1)
 
