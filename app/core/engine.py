@@ -380,6 +380,11 @@ class ModelSpec:
         """Return the loss or step, or what calls it, with the numbers that it takes after `step` completed steps."""
         return with_step(function, self._step_keywords, step, self.total_steps)
 
+    @property
+    def takes_step(self) -> bool:
+        """Whether the loss or step may change with the number of the step."""
+        return "step" in self._step_keywords
+
     @functools.cached_property
     def _step_keywords(self) -> tuple[str, ...]:
         return step_keywords(self.step or self.loss)

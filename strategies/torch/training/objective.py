@@ -55,6 +55,7 @@ from trainwright.strategies.torch.training.model_blocks import SelectiveRecomput
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 
 _Function = Callable[[Any, Any], Any]
+_FunctionAt = Callable[[int], _Function]  # of the completed steps
 _LOSS = "loss"  # key of the loss in a dict that step= returned
 _UNUSED = 3  # place among the sums: whether a parameter got no gradient
 
@@ -143,35 +144,44 @@ class JobFunctions:
             if not self.spec.step:
                 return self.loss_of(self.outputs(model, columns), columns, batch, layout)
             return self._terms(
-                "step=", partial(_step_loss, self, model, layout.step), dict(columns), (), batch, layout, model
+                "step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model
             )
 
     def check_turns(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> None:
         """Raise JobError where the sum of a step's losses depends on how the batch is divided."""
         with self.precision():
-            step = partial(self._measured, "step=", partial(_step_loss, self, model, layout.step))
-            self._check("step=", step, dict(columns), (), batch, layout, model)
+            self._check("step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model)
 
     def _check(
         self,
         what: str,
-        function: _Function,
+        function_at: _FunctionAt,
         given: Any,
         targets: Any,
         batch: Batch,
         layout: BatchLayout,
         model: nn.Module | None,
     ) -> str:
-        """Return why a loss could not be checked; empty where it was. Raises as `check_divisible`."""
+        """Return why a loss could not be checked; empty where it was. Raises as `check_divisible`.
+
+        One that takes the number of the step is checked with that of the last step too: a part of it may have the
+        weight 0 at first.
+        """
         parameters = () if model is None else tuple(model.parameters())
-        call = LossCall(
-            what=what, function=function, given=given, targets=targets, rows=batch.rows, parameters=parameters,
-            divided=self.divided,
-        )  # fmt: skip
+        last = max(layout.step, self.spec.total_steps - 1) if self.spec.takes_step else layout.step
+        calls = [
+            LossCall(
+                what=what if step == layout.step else f"{what} in the last step, {step + 1},",
+                function=partial(self._measured, what, function_at(step)), given=given, targets=targets,
+                rows=batch.rows, parameters=parameters, divided=self.divided,
+            )
+            for step in dict.fromkeys((layout.step, last))
+        ]  # fmt: skip
         modes = (nullcontext,) if model is None else (partial(evaluation_mode, model), partial(_own_training, model))
         compiled = self.spec.compile == "inductor"  # for each number of rows anew
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            return check_divisible(call, layout, self.where, modes)
+            problems = [check_divisible(call, layout, self.where, modes) for call in calls]
+        return next(filter(None, problems), "")
 
     def turns(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout, names: Sequence[str]
@@ -217,12 +227,12 @@ class JobFunctions:
     ) -> Terms:
         """Return the terms of a metric."""
         what = f"metric {name!r}"
-        return self._terms(what, self._functions[what], outputs, self.targets(columns), batch, layout)
+        return self._terms(what, lambda _: self._functions[what], outputs, self.targets(columns), batch, layout)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """Return the loss terms of given outputs."""
-        function = self.spec.numbered(self._functions["loss="], layout.step)
-        return self._terms("loss=", function, outputs, self.targets(columns), batch, layout)
+        function_at = partial(self.spec.numbered, self._functions["loss="])
+        return self._terms("loss=", function_at, outputs, self.targets(columns), batch, layout)
 
     @cached_property
     def mean_metrics(self) -> frozenset[str]:
@@ -244,7 +254,7 @@ class JobFunctions:
     def _terms(
         self,
         what: str,
-        function: _Function,
+        function_at: _FunctionAt,
         given: Any,
         targets: Any,
         batch: Batch,
@@ -252,9 +262,10 @@ class JobFunctions:
         model: nn.Module | None = None,
     ) -> Terms:
         """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
+        unchecked = self._check(what, function_at, given, targets, batch, layout, model) if self.checking else ""
+        function = function_at(layout.step)
         if what in ("loss=", "step="):
             function = partial(self._measured, what, function)
-        unchecked = self._check(what, function, given, targets, batch, layout, model) if self.checking else ""
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode(what, self.where), gather_with(rows.gather), self._logging(rows, batch):
             result = function(given, targets)

@@ -628,3 +628,17 @@ def test_a_sharded_step_gets_its_number_and_must_not_change_buffers_of_its_own()
     with pytest.raises(JobError, match=r"buffer 'calls' of step=CountingStep\(...\) changes when it is called"):
         engine.warm(zero_weight(given))
     engine.leave()
+
+
+def test_a_loss_whose_weights_change_is_checked_as_in_the_last_step_too() -> None:
+    def annealed(outputs: Tensor, targets: Tensor, *, step: int) -> Tensor:
+        return squares(outputs, targets) + step / 100 * averaged(outputs, targets)
+
+    def in_step(model: nn.Module, columns: Any, *, step: int) -> Tensor:
+        return annealed(model(columns["x"]), columns["t"], step=step)
+
+    made: tuple[dict[str, Any], ...] = ({"loss": annealed, "targets": ("t",)}, {"loss": None, "step": in_step})
+    for changes in made:
+        with pytest.raises(JobError, match=r"in the last step, 100, returned one number.*the mean of 2 parts of them"):
+            warmed(**changes)
+        warmed(**changes, total_steps=1)
