@@ -520,7 +520,9 @@ def test_a_state_whose_run_passed_the_check_is_not_checked_again() -> None:
     restored.restore(passed.snapshot())
     for engine in (resumed, restored):
         engine.warm(given)
-    for engine in (fresh, undivided):
+    changed = one_device(replace(made, loss_digest="of another function"), plan(ranks=2))
+    changed.load(saved(passed))
+    for engine in (fresh, undivided, changed):
         with pytest.raises(JobError, match=r"it is .* for 8 rows"):
             engine.warm(given)
 
