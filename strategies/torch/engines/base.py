@@ -321,7 +321,7 @@ class TorchEngine(_ReplicaEngine):
             replica.reseed(0)
             with replica.finding_last() if runner.measures_own_time else nullcontext():
                 train_step.rehearse(runner, share)
-            replica.checked = replica.checked or check
+            replica.checked = replica.checked or (check and train_step.has_several_samples([share]))
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         self._carry_logged(runner.objective)
         runner.objective.begin()

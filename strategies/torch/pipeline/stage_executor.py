@@ -35,6 +35,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import (
+    has_several_samples,
     micro_batches_of,
     throwaway_micro_batches,
 )
@@ -334,7 +335,7 @@ class StageRunner(MeshRunner):
                 with nullcontext() if self.shards is None else self.shards.choosing_types(replica, self.others):
                     self.pipe.rehearse(given[0][1])
             self.run(given, feed)
-        replica.checked = replica.checked or check
+        replica.checked = replica.checked or (check and has_several_samples(share for _, share in given))
         self.objective.begin()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:

@@ -8,7 +8,7 @@ reduced with the sums of the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -252,6 +252,11 @@ def _batch_layout(feed: Feed) -> BatchLayout:
 def needs_check(spec: ModelSpec, feed: Feed) -> bool:
     """Return whether a batch is divided, and its loss must not depend on that."""
     return not _batch_layout(feed).whole and BATCH_LOSS not in spec.inexact
+
+
+def has_several_samples(shares: Iterable[MicroBatchShare]) -> bool:
+    """Return whether a check of these micro-batches tells anything: one sample has one loss, however often it comes."""
+    return any(len(np.unique(share.batch.samples)) > 1 for share in shares)
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:

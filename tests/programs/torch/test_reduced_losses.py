@@ -527,6 +527,18 @@ def test_a_state_whose_run_passed_the_check_is_not_checked_again() -> None:
             engine.warm(given)
 
 
+def test_a_check_of_one_sample_that_is_repeated_is_made_again_with_others() -> None:
+    one = first_rows(1)
+    repeated = Batch(
+        columns={name: column.repeat(8, 0) for name, column in one.columns.items()},
+        weights=np.ones(8), samples=one.samples.repeat(8),
+    )  # fmt: skip
+    engine = one_device(job(loss=averaged), plan(ranks=2))
+    engine.warm(zero_weight(feed(repeated, total=2)))
+    with pytest.raises(JobError, match="the mean of 2 parts of them is"):
+        engine.warm(zero_weight(feed(first_rows(8), total=2)))
+
+
 def _later(rank: int, world: int, exchange: Exchange) -> Any:
     """The numbers of rows of each call, on ranks of which the last one comes after the first steps."""
     called: list[int] = []
