@@ -77,26 +77,46 @@ def _names_targets_first(function: Callable[..., Any]) -> bool:
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a loss, metric or step; none for a function that is not Python's."""
-    for name in ("python_function", "forward"):  # of `tf.function`; of a module of torch, whose __call__ has none
-        function = getattr(function, name, function)
     try:
-        return inspect.signature(function).parameters
+        return inspect.signature(_called(function)).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _called(function: Any) -> Any:
+    """Return what has the parameters: of a `tf.function`, a module of torch or another object, its own function."""
+    for name in ("python_function", "forward"):
+        function = getattr(function, name, function)
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return call if inspect.ismethod(call) else function
 
 
 # --- The number of the step -------------------------------------------------------------------------------------------
 
 
 def step_keywords(function: Any) -> tuple[str, ...]:
-    """Return which of `step` and `total_steps` a loss or step takes as keyword-only arguments that no partial sets."""
-    base: Any = inspect.unwrap(function)
-    fixed: set[str] = set()
-    while isinstance(base, functools.partial):
-        base, fixed = base.func, fixed | base.keywords.keys()
-    known = _parameters(base)
-    names = [name for name in ("step", "total_steps") if name in known and name not in fixed]
-    return tuple(name for name in names if known[name].kind is inspect.Parameter.KEYWORD_ONLY)
+    """Return which of `step` and `total_steps` a loss or step takes.
+
+    They are keyword-only arguments that no partial sets. A `step` whose default is neither None nor 0 means another
+    thing, such as a width. A decorator's function with `**kwargs` takes what the decorated one does.
+    """
+    return tuple(name for name in ("step", "total_steps") if _takes(function, name))
+
+
+def _takes(function: Any, name: str) -> bool:
+    """Return whether a function takes the number of this name."""
+    if isinstance(function, functools.partial) and not hasattr(function, "__wrapped__"):
+        return name not in function.keywords and _takes(function.func, name)
+    function = _called(function)
+    try:
+        known = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return False
+    if own := known.get(name):
+        meant = own.default in (own.empty, None) or (type(own.default) is int and (name != "step" or own.default == 0))
+        return own.kind is own.KEYWORD_ONLY and meant
+    passes = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    return passes and hasattr(function, "__wrapped__") and _takes(function.__wrapped__, name)
 
 
 def with_step(function: Callable[..., Any], names: Collection[str], step: int, total_steps: int) -> Callable[..., Any]:

@@ -118,6 +118,20 @@ class NumberedModule(Module):
         return y_true, y_pred, step
 
 
+class DecoratedModule(NumberedModule):
+    forward = functools.wraps(NumberedModule.forward)(lambda self, *given, **named: given)
+
+
+class Called:
+    def __call__(self, outputs: Any, targets: Any, *, step: int | None = None) -> Any:
+        return outputs
+
+
+def strided(outputs: Any, targets: Any, *, step: float = 0.1, total_steps: int) -> Any:
+    """The step of a grid."""
+    return outputs
+
+
 @pytest.mark.parametrize(
     ("function", "names"),
     [
@@ -125,6 +139,16 @@ class NumberedModule(Module):
         (functools.partial(numbered, step=3), ("total_steps",)),
         (functools.partial(NumberedModule(), temperature=2.0), ("step",)),
         (functools.wraps(numbered)(lambda *given, **named: given), ("step", "total_steps")),
+        (functools.wraps(numbered)(lambda outputs, targets: outputs), ()),
+        (functools.wraps(numbered)(lambda *given, total_steps: given), ("total_steps",)),
+        (functools.partial(functools.wraps(numbered)(lambda *given, **named: given), step=1), ("total_steps",)),
+        (
+            functools.update_wrapper(functools.partial(lambda *given, **named: given, 1), numbered),
+            ("step", "total_steps"),
+        ),
+        (strided, ("total_steps",)),
+        (Called(), ("step",)),
+        (DecoratedModule(), ("step",)),
         (lambda outputs, targets, step: step, ()),
         (open_ended, ()),
         (max, ()),
