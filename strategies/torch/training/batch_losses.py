@@ -400,8 +400,8 @@ def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequ
 
     The function is called with all rows, and with half of them in another order; where it gathers, with all of them in
     another order. Of a loss of each sample, the values must stay the same. A function that draws random numbers cannot
-    be compared, and is not checked. A loss of one number must be the mean of its two halves; one that draws or is not
-    of rows is refused, unless `weight=` says what it is the mean of.
+    be compared, and is not checked. A loss of one number must be the mean of its two halves; one that is not of rows,
+    or that other random numbers change, is refused, unless `weight=` says what it is the mean of.
 
     Args:
         call: of the loss.
@@ -480,12 +480,12 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
         rounding: from `_rounding`.
     """
     told, rows = whole.count is not None, call.rows
-    if drew:
-        return "" if told else "it draws random numbers, so that it cannot be compared with its halves"
     tensors = [leaf for leaf in tree_leaves(call.given) if isinstance(leaf, Tensor)]
     if not tensors or not all(tensor.dim() for tensor in tensors):
         return "" if told else "the model's outputs hold values without rows, such as a loss of its own: use step="
     try:  # every rank calls it equally often, whatever its rows: a model may be divided over ranks
+        if drew and not _is_repeatable(whole, call):
+            return "" if told else "it draws random numbers, so that it cannot be compared with its halves"
         found = [_without_graph(call.on(part if len(part) else parts[0], [])).sums(len(part)) for part in parts]
     except Exception as error:
         if TorchUserCode.lost_peer(error):
@@ -509,6 +509,14 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
     if len(means) < 2 or scale <= _LEAST_DIFFERENCE or abs(means[0] - means[1]) > _TELLING * allowed:
         return ""
     return _gradient_problem(call, parts, [items / counted for _, items in found], rounding)
+
+
+def _is_repeatable(whole: BatchMean, call: LossCall) -> bool:
+    """Return whether a loss is the same with other random numbers: a shuffle may change the order of sums alone."""
+    random_state.seed_generators(1)
+    again = call.on(None, [])
+    rounded = max(float(torch.finfo(whole.value.dtype).eps), _MEAN_ROUNDING * torch.finfo(torch.float32).eps)
+    return math.isclose(float(again.value), float(whole.value), rel_tol=rounded)
 
 
 def _gradient_problem(call: LossCall, parts: Sequence[Tensor], shares: Sequence[float], rounding: float) -> str:

@@ -329,6 +329,18 @@ def test_a_number_that_is_no_mean_is_refused_where_the_batch_is_divided(changes:
     warmed(**changes, inexact=("batch_loss",))
 
 
+def shuffled(model: nn.Module, columns: Any) -> Tensor:
+    """Draws an order, by which the loss differs in rounding alone."""
+    order = torch.randperm(len(columns["x"]))
+    return ((model(columns["x"][order]) - columns["t"][order]) ** 2).mean()
+
+
+def test_a_draw_that_changes_nothing_is_compared_as_others() -> None:
+    warmed(loss=None, step=shuffled)
+    with pytest.raises(JobError, match="the mean of 2 parts of them is"):
+        warmed(loss=None, step=lambda model, columns: shuffled(model, columns) * len(columns["x"]))
+
+
 def forces(model: nn.Module, columns: Any) -> Tensor:
     """The squared error of a derivative of the outputs, as of a potential or in a physics-informed network."""
     x = columns["x"].requires_grad_()
