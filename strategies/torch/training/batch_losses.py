@@ -412,7 +412,7 @@ def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequ
     """
     problem = ""
     for mode, gradients in product(modes, (False, True)):
-        with mode(), torch.set_grad_enabled(gradients):
+        with mode(), torch.set_grad_enabled(gradients), _own_casts():
             gathers: list[bool] = []
             random_state.seed_generators(0)
             before = _random_state(call.given)
@@ -445,6 +445,16 @@ def _compare(call: LossCall, result: Any, layout: BatchLayout, where: str, *, ga
         found = _sample_problem(whole, call, shuffled if gathers else first, rounding)
         if found:
             raise JobError([_dependence_message(call.what, found, gathers, layout)], where=where)
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Forget which weights autocast has cast, at both ends: torch 2.9 takes one without a graph for one with it."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def _ran_out_of_memory(call: LossCall, error: Exception) -> bool:
@@ -558,7 +568,7 @@ def _gradient_sums(
     Returns:
         D * D, D * (G - H), (G - H) * (G - H), G * G and H * H.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), _own_casts():
         found = [_gradients(call.on(part, []).value, wanted) for part in (None, *parts)]
     sums = torch.zeros(5, dtype=torch.float64)
     for whole, first, second in zip(*found, strict=True):

@@ -668,3 +668,15 @@ def test_a_loss_whose_weights_change_is_checked_as_in_the_last_step_too() -> Non
         with pytest.raises(JobError, match=r"in the last step, 100, returned one number.*the mean of 2 parts of them"):
             warmed(**changes)
         warmed(**changes, total_steps=1)
+
+
+def test_the_check_leaves_no_weights_behind_that_autocast_has_cast() -> None:
+    """In torch 2.9, the loss of the next call with gradients would have none."""
+
+    def step(model: nn.Module, columns: Any) -> Tensor:
+        return (model(columns["x"].float()).float() ** 2).mean()
+
+    engine = one_device(
+        job(model=partial(nn.Linear, 4, CLASSES), loss=None, step=step), plan(ranks=2, precision="bf16")
+    )
+    engine.warm(zero_weight(feed(first_rows(8), total=2)))
