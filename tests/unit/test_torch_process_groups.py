@@ -351,6 +351,39 @@ def test_a_step_that_changed_its_batch_in_place_is_not_taken_again() -> None:
     engine.leave()
 
 
+class Scaled(torch.autograd.Function):
+    """Has an undefined gradient by the scale where the inputs are negative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, None if bool((x < 0.0).all()) else (gradients[0] * x).sum(0)
+
+
+class ScaledNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Scaled.apply(x, self.scale))
+
+
+def test_an_undefined_gradient_of_a_parameter_is_refused_with_what_to_return() -> None:
+    engine = formed(0, lambda value: [value], spec(model=ScaledNet))
+    engine.warm(feed())
+    part = batch()
+    part.columns["x"][:] = -np.abs(part.columns["x"])
+    with pytest.raises(JobError, match=r"gradient of parameter 'scale' twice in a step: .* torch.zeros_like"):
+        engine.train_step(feed(part))
+    engine.leave()
+
+
 class SparselyRouted(Routed):
     """Looks the rows of its second layer up in a table."""
 

@@ -8,6 +8,7 @@ reduced with the sums of the next step.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -222,7 +223,26 @@ def _run_micro_batch(
     except TrainwrightError:
         raise
     except Exception as error:
+        problem = _undefined_problem(error) if runner.required else ""
+        if problem:
+            raise JobError([problem], where=where) from None
         raise TorchUserCode("the backward pass", where).meaning(error) from None
+
+
+def _undefined_problem(error: Exception) -> str:
+    """Return why DDP counts a parameter's gradient twice; empty for another error.
+
+    It counts an undefined gradient too. The parameter is then one without a gradient, which gets zeros.
+    """
+    if "mark a variable ready only once" not in str(error):
+        return ""
+    named = re.search(r"with name model\.(\S+) has been", str(error))
+    which = f"parameter {named[1]!r}" if named else "a parameter"
+    return (
+        f"DDP got the gradient of {which} twice in a step: if the backward of a torch.autograd.Function returned None "
+        "for it, let it return torch.zeros_like(parameter); if the model recomputes activations, use "
+        "checkpoint(..., use_reentrant=False)"
+    )
 
 
 def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
