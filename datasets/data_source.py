@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
@@ -52,11 +52,20 @@ class Index:
     # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
+    classes: tuple[str, ...] = ()  # of images in a folder for each class, the names of the classes by label
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
         """First row of each row group."""
         return tuple(group.first for group in self.groups)
+
+    def class_names(self) -> Iterator[tuple[str, ...]]:
+        """Names of the classes by label, of each folder of images that the rows come from."""
+        if self.classes:
+            yield self.classes
+        for origin in (self.base, *getattr(self, "sides", ()), *getattr(self, "parts", ())):
+            if origin is not None:
+                yield from origin.class_names()
 
 
 class Loader(ABC):

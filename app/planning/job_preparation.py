@@ -297,12 +297,18 @@ def _check_weights(job: Job, profile: ModelProfile) -> None:
 
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
-    """Return unused columns of the training set. Raises JobError for missing columns and an unused weight."""
+    """Return unused columns of the training set.
+
+    Raises:
+        JobError: a column is missing, a weight is unused, or labels of images mean different classes.
+    """
     names = list(transformed_fields(job.train, train))
     problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
     if evaluate is not None:
         judged = list(transformed_fields(job.evaluate, evaluate))
         problems += [*_missing(job, "evaluate", judged), *_unweighted(job, "evaluate", evaluate, judged)]
+    if job.columns is None or "label" in job.columns:
+        problems += _different_classes(train, evaluate)
     if problems:
         raise JobError(problems)
     return tuple(name for name in names if job.columns is not None and name not in job.columns)
@@ -324,6 +330,20 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
             f"{where}= gives (x, y, weight), and nothing uses the weight: set sample_weight={weight!r}, or leave it "
             "out with .map(lambda x, y, weight: (x, y))"
         )
+
+
+def _different_classes(train: Index, evaluate: Index | None) -> Iterable[str]:
+    """Yield a problem for each data set where a label is another class than in the first folder of images."""
+    named = [("train", names) for names in train.class_names()]
+    named += [("evaluate", names) for names in evaluate.class_names()] if evaluate is not None else []
+    for where, names in named[1:]:
+        for label, (first, other) in enumerate(zip(named[0][1], names, strict=False)):
+            if first != other:
+                yield (
+                    f"label means other classes in {where}=: {label} is {other!r} there and {first!r} in "
+                    f"{named[0][0]}=; give all folders the same names: images(path, classes=[...])"
+                )
+                break
 
 
 def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:

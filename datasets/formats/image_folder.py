@@ -56,7 +56,7 @@ class ImageSource(Source):
 
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes: that of label i at place i. Lists the files unless they were given."""
-        names: tuple[str, ...] = self.classes or self.index().traits["label"]
+        names: tuple[str, ...] = self.classes or self.index().classes
         return names
 
     def index(self) -> Index:
@@ -77,8 +77,8 @@ class ImageSource(Source):
             schema=_SCHEMA,
             row_bytes=size // len(files) + sum(field.row_bytes for field in _SCHEMA.values()),
             hash=hash_parts([classes, *((info.path[len(base) :], info.size) for info in files)]),
-            traits={"label": classes},
             sizes={name: sum(info.size for info in infos) for name, infos in folders},
+            classes=classes,
         )
 
     def open(self, index: Index) -> ImageLoader:
@@ -100,7 +100,7 @@ class ImageLoader(Loader):
         self._shown, self._index = path, index
         self._system, self._path = resolve_file_system(path)
         self._base = glob_base(self._path).rstrip("/")
-        self._labels = {name: label for label, name in enumerate(index.traits["label"])}
+        self._labels = {name: label for label, name in enumerate(index.classes)}
         self._firsts: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         for group in index.groups:
@@ -260,7 +260,8 @@ def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -
     """Images in a folder for each class: columns `image` (bytes), `label` (int64) and `file` (path within `path`).
 
     Decode them with `.map(decode_image(size=224))`. The names of the classes are `dataset.source.class_names()`, and
-    `index.traits["label"]`.
+    `index.classes`. Training and evaluation
+    data have the same classes in the same order, or the job is refused.
 
     Args:
         path: a folder of class folders, in which images may lie at any depth, or a glob, whose part before the first

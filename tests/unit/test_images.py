@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pyarrow.fs as pafs
 import pytest
 from PIL import Image
 
-from trainwright.core.errors import DataError
-from trainwright.datasets import Dataset, decode_image, images
+from tests.support import regression_job
+from trainwright.core.errors import DataError, JobError
+from trainwright.datasets import Dataset, decode_image, images, mix, split, table
 from trainwright.datasets.formats.image_folder import ImageLoader, ImageSource
+from trainwright.planning.job_preparation import prepare
 
 RNG = np.random.default_rng(0)
 DEEP = RNG.integers(0, 65536, (40, 40), dtype=np.uint16)
@@ -64,7 +67,7 @@ def test_a_linked_image_counts_and_a_linked_folder_repeats_none(folder: Path) ->
 def test_folders_are_classes(folder: Path) -> None:
     data = images(folder)
     index = data.index()
-    assert class_names(data) == index.traits["label"] == ("bird", "cat", "cat-x")
+    assert class_names(data) == index.classes == ("bird", "cat", "cat-x")
     read = data.read(index, range(index.rows))
     assert list(zip(read["file"].tolist(), read["label"].tolist(), strict=True)) == [
         ("bird/1.png", 0),
@@ -141,6 +144,27 @@ def test_classes_may_be_given(folder: Path) -> None:
     with pytest.raises(DataError, match="'cat-x' is not among the classes") as caught:
         images(folder, classes=["cat", "bird"]).index()
     assert caught.value.remedy == "did you mean 'cat'?"
+
+
+def test_a_label_means_one_class_in_training_and_evaluation(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "test" / "cat").mkdir(parents=True)
+    (tmp_path / "test" / "cat" / "1.png").write_bytes(encoded(pixels(0)))
+    train, test = images(folder), images(tmp_path / "test")
+    shifted = "label means other classes in evaluate=: 0 is 'cat' there and 'bird' in train="
+    arrays = {"x": np.ones((6, 3), np.float32), "sample": np.arange(6)}
+    parts: list[tuple[Dataset, Dataset, str]] = [
+        (train, test, shifted),
+        (train.filter(lambda row: True), test.weighted(np.ones(1)), shifted),
+        (train.beside(table(arrays)), split(test, {"a": 1.0})["a"], shifted),
+        (mix({"a": train, "b": test}), table({"label": np.ones(1)}), shifted.replace("evaluate", "train", 1)),
+    ]
+    for data, evaluate, problem in parts:
+        with pytest.raises(JobError, match=re.escape(problem)) as caught:
+            prepare(regression_job.job(tmp_path, train=data, evaluate=evaluate, inputs="label", targets="label"))
+        assert "images(path, classes=[...])" in str(caught.value)
+    named = images(tmp_path / "test", class_names(train))
+    for fields in ({"evaluate": named, "targets": "label"}, {"evaluate": test, "targets": "file"}):
+        prepare(regression_job.job(tmp_path, train=train, inputs="image", **fields, batch_size=1))
 
 
 @pytest.mark.parametrize(
