@@ -263,13 +263,21 @@ def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:
 def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> pa.Array:
     try:
         objects = array.dtype == np.dtype(object) and array.ndim == 1
-        made = pa.array(list(array), type=kind) if objects else tensor_column(array)
+        rows = list(array) if objects else []
+        new = next(_new_keys(pa.infer_type(rows), kind), "") if kind is not None and "struct<" in str(kind) else ""
+        made = pa.array(rows, type=kind) if objects else tensor_column(array)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(
             f"the column has no type in parquet: {error}",
             where=f"column {name!r}",
             remedy="make it numbers, text, bytes or lists of one type; give images one size, or keep them encoded",
         ) from error
+    if new:  # Arrow leaves out the values of keys that the type does not have
+        raise DataError(
+            f"a row has the key {new!r}, which the rows before do not have",
+            where=f"column {name!r}",
+            remedy="give all rows the same keys in a .map, with None where there is no value",
+        )
     if pa.types.is_null(made.type) or (kind is not None and made.type != kind):
         raise DataError(
             f"the column is {made.type} here" + (f" and {kind} before" if kind is not None else ""),
@@ -277,6 +285,20 @@ def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> p
             remedy="give every row a value of the same type and shape",
         )
     return made
+
+
+def _new_keys(found: pa.DataType, known: pa.DataType, within: str = "") -> Iterator[str]:
+    """Yield the keys of nested objects that the known type does not have, such as `user.name`."""
+    if pa.types.is_list(found) and pa.types.is_list(known):
+        yield from _new_keys(found.value_type, known.value_type, within)
+    elif pa.types.is_struct(found) and pa.types.is_struct(known):
+        names = {field.name for field in known}
+        for field in found:
+            key = f"{within}.{field.name}" if within else field.name
+            if field.name in names:
+                yield from _new_keys(field.type, known.field(field.name).type, key)
+            else:
+                yield key
 
 
 def tensor_column(array: npt.NDArray[Any]) -> pa.Array:

@@ -19,6 +19,7 @@ from tests.support.s3_server import S3Bucket
 from trainwright.cli.data_commands import as_data, as_table, progress
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
+from trainwright.datasets.data_source import object_array
 from trainwright.datasets.dataset_tools import convert, detect_format, inspect, open_dataset
 from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.formats.parquet_writer import group_rows, is_complete, shard_rows, write_shards
@@ -188,10 +189,23 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         write_shards([], str(out))
     with pytest.raises(DataError, match="no type in parquet"):
         convert(table({"x": np.array([1, "a"], dtype=object)}), str(out))
+    for first, other, key in (
+        ({"a": 1}, {"a": 1, "b": 2}, "b"),
+        ([{"a": {"c": 1}}], [{"a": {"c": 1, "d": 2}}], "a.d"),
+    ):
+        with pytest.raises(DataError, match=f"has the key '{key}', which the rows before do not have") as caught:
+            write_shards([{"x": object_array([first])}, {"x": object_array([first, other])}], str(out))
+        assert caught.value.where == "column 'x'" and caught.value.remedy
     assert list(tmp_path.iterdir()) == [] and not is_complete(str(out))
     out.write_text("")
     with pytest.raises(DataError, match="a file has this name"):
         write_shards([], str(out))
+
+
+def test_nested_objects_are_written_with_the_keys_of_the_first_rows(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": None}, {"a": None, "b": "x"}], [{"b": "y"}, {"a": 3, "b": "z"}]
+    write_shards([{"x": object_array(piece)} for piece in rows], str(tmp_path / "out"))
+    assert read_all(tmp_path / "out")["x"].tolist() == [*rows[0], {"a": None, "b": "y"}, rows[1][1]]
 
 
 def test_a_uri_is_written_too(tmp_path: Path) -> None:
