@@ -156,12 +156,22 @@ class SampledSource(Source):
         loader = self.whole.open(whole)
         values = np.concatenate([loader.load(number, (by,))[by] for number in range(len(whole.groups))])
         if values.dtype == object:
-            values = np.array([len(row) for row in values])
+            values = self._lengths(by, values)
         if values.ndim != 1 or values.dtype.kind not in "iufb":
             raise DataError(
                 f"column {by!r} holds {whole.schema[by]}", where=self.describe(), remedy="give one number for each row"
             )
         return values.astype(np.float64)
+
+    def _lengths(self, by: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the lengths of texts or lists. Raises DataError where they would be taken for weights."""
+        if isinstance(self.sampler, WeightedSampler):
+            raise DataError(
+                f"column {by!r} holds no numbers but {type(values[0]).__name__}, such as {values[0]!r:.40} in row 0",
+                where=self.describe(),
+                remedy="give a column of numbers, or an array of the weights: .weighted(weights)",
+            )
+        return np.array([len(row) for row in values])
 
 
 class _SampledLoader(Loader):

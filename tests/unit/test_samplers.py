@@ -127,6 +127,10 @@ def test_rows_that_are_random_themselves_differ_where_they_are_drawn_twice(
         (lambda: table(DATA).weighted("v").index(), "no column 'v' to sample by"),
         (lambda: table(DATA).weighted([1.0, 2.0]).index(), "2 values for 230 rows"),
         (lambda: table(DATA).weighted(-WEIGHTS).index(), "negative or not finite, or only 0"),
+        (
+            lambda: table({"w": ["0.5", "10"]}).weighted("w").index(),
+            "column 'w' holds no numbers but str, such as '0.5'",
+        ),
         (lambda: table(DATA).weighted("w", 0), "samples_per_epoch=0 draws no row"),
         (lambda: table(DATA).bucketed("length", 0), "batch_size=0 holds no row"),
         (lambda: table({"x": np.ones((3, 2))}).bucketed("x", 2).index(), r"column 'x' holds float64 \[2\]"),
