@@ -161,7 +161,8 @@ class Dataset:
                 function from text to a list of token numbers; by default the bytes of UTF-8.
             column: that holds the text; it is left out afterwards.
             to: column of the tokens.
-            end: token that ends each document; `auto` is the tokeniser's own `eos_token_id`, None adds none.
+            end: token that ends each document; None adds none, and `auto` adds the tokeniser's own `eos_token_id` where
+                its answer does not end with that.
             cpus: as for `map_batches`.
 
         Raises:

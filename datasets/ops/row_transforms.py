@@ -298,7 +298,8 @@ class Tokenize:
     tokenizer: Any = None
     column: str = "text"  # of the text
     to: str = "tokens"  # the column of the tokens
-    # token that ends each document; None adds none; `auto` is the tokeniser's own `eos_token_id`, if it has one
+    # token that ends each document; None adds none; `auto` is the tokeniser's own `eos_token_id`, if it has one and
+    # does not add it itself
     end: int | Literal["auto"] | None = "auto"
 
     def __call__(self, columns: Arrays) -> Arrays:
@@ -319,7 +320,9 @@ class Tokenize:
             tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         else:
             tokens = np.asarray(self._function(text), dtype=np.int32)
-        return tokens if self._end is None else np.append(tokens, np.int32(self._end))
+        if self._end is None or (self.end == "auto" and len(tokens) and tokens[-1] == self._end):
+            return tokens  # the tokenisers of T5 and BART add it themselves
+        return np.append(tokens, np.int32(self._end))
 
     @cached_property
     def _end(self) -> int | None:

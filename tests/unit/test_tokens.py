@@ -51,11 +51,20 @@ class OfTransformers:
         return [len(word) for word in text.split()]
 
 
+class EndingWithEos(OfTransformers):
+    """As those of T5 and BART, whose template ends with the end token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*super().encode(text), self.eos_token_id]
+
+
 def words(text: str) -> dict[str, list[int]]:
     return {"input_ids": [len(word) for word in text.split()]}
 
 
-@pytest.mark.parametrize(("tokenizer", "end"), [(OfTokenizers(), []), (OfTransformers(), [7]), (words, [])])
+@pytest.mark.parametrize(
+    ("tokenizer", "end"), [(OfTokenizers(), []), (OfTransformers(), [7]), (EndingWithEos(), [7]), (words, [])]
+)
 def test_tokenisers_of_any_kind(tokenizer: Any, end: list[int]) -> None:
     assert tokens(texts().tokenize(tokenizer)) == [[*words(text)["input_ids"], *end] for text in TEXTS]
 
