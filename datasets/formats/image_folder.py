@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -204,6 +204,7 @@ class _DecodeImage:
     column: str
     size: tuple[int, int] | None
     mode: str
+    resample: Literal["bilinear", "nearest"]
 
     def __call__(self, row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
         """The row with its image as (height, width, channels) uint8; without channels in modes of one."""
@@ -221,7 +222,9 @@ class _DecodeImage:
             )
         try:
             with Image.open(io.BytesIO(content)) as image:
-                pixels = self._eight_bits(image).convert(self.mode)
+                pixels = self._eight_bits(image, where).convert(self.mode)
+        except DataError:
+            raise
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(
                 f"the image of {len(content)} bytes cannot be decoded: {error}",
@@ -229,31 +232,58 @@ class _DecodeImage:
                 remedy="write it again, leave it out, or skip what is damaged with on_error='skip'",
             ) from error
         if self.size is not None:
-            pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)
+            pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling[self.resample.upper()])
         return np.asarray(pixels).copy()
 
-    def _eight_bits(self, image: Any) -> Any:
-        """16-bit grey with 8 bits, unless the mode has more: Pillow makes all above 255 white."""
-        if not image.mode.startswith("I") or self.mode.startswith(("I", "F")):
+    def _eight_bits(self, image: Any, where: str) -> Any:
+        """Grey of 16 bits with 8 bits, unless the mode has more: Pillow makes all above 255 white.
+
+        Raises DataError where the values are no shades of 16 bits.
+        """
+        if not image.mode.startswith(("I", "F")) or self.mode.startswith(("I", "F")):
             return image
         from PIL import Image
 
-        return Image.fromarray(np.rint(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
+        values = np.asarray(image)
+        least, most = values.min(), values.max()
+        if image.mode == "F" or least < 0 or 0 < most < 256 or most > 65535:
+            kept = "F" if image.mode == "F" else "I"
+            raise DataError(
+                f"the image has {values.dtype} values from {least} to {most}, which mode={self.mode!r} would lose: it "
+                "divides shades of 16 bits by 257",
+                where=where,
+                remedy=f"keep the values: decode_image(mode={kept!r})",
+            )
+        return Image.fromarray(np.rint(values / 257).astype(np.uint8))
 
 
-def decode_image(column: str = "image", size: int | tuple[int, int] | None = None, mode: str = "RGB") -> RowFunction:
+def decode_image(
+    column: str = "image",
+    size: int | tuple[int, int] | None = None,
+    mode: str = "RGB",
+    resample: Literal["bilinear", "nearest"] = "bilinear",
+) -> RowFunction:
     """A transform for `.map` that turns the bytes of an image into an array, with Pillow.
 
+    Grey images of 16 bits are divided by 257 for modes of 8 bits. A mask whose values are class numbers keeps them with
+    `mode="P"` (8 bits, also with a palette) or `mode="I"` (more bits), and `resample="nearest"`.
+
     Args:
-        column: of the bytes; it becomes (height, width, channels) uint8, or (height, width) in modes of one channel.
-        size: to resize to, (height, width) or one number for both, bilinear; None keeps each image's own, so that all
-            must have one size already.
-        mode: of Pillow: `RGB`, `L` for grey, `RGBA`.
+        column: of the bytes, or of mappings with `bytes` as Hugging Face has them; it becomes (height, width, channels)
+            uint8, or (height, width) in modes of one channel, which is int32 for `I` and float32 for `F`.
+        size: to resize to, (height, width) or one number for both; None keeps each image's own, so that all must have
+            one size already.
+        mode: of Pillow: `RGB`, `L` for grey, `RGBA`, `P` for the numbers of a palette, `I`, `F`.
+        resample: how to resize; `nearest` makes no new values.
 
     Raises:
-        DataError: when called, if an image is damaged.
+        DataError: `resample` is neither. When called: an image is damaged, or the mode has 8 bits and the values are
+            floats, negative, above 65535, or all below 256 in 16 bits or more.
     """
-    return _DecodeImage(column=column, size=(size, size) if isinstance(size, int) else size, mode=mode)
+    if resample not in ("bilinear", "nearest"):
+        raise DataError(f"resample={resample!r} is unknown", where="decode_image", remedy="give bilinear or nearest")
+    wanted = (size, size) if isinstance(size, int) else size
+    return _DecodeImage(column=column, size=wanted, mode=mode, resample=resample)
 
 
 def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -> Dataset:

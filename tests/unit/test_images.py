@@ -247,6 +247,40 @@ def test_grey_of_16_bits_keeps_its_shades(form: str) -> None:
     assert decode_image(mode="I")(row, RNG)["image"].tolist() == deep.tolist()
 
 
+def test_masks_keep_their_class_numbers() -> None:
+    classes = np.array([[0, 7], [19, 255]], dtype=np.uint8)
+    palette = Image.fromarray(classes, "L").convert("P")
+    palette.putpalette(bytes(RNG.integers(0, 256, 768, dtype=np.uint8)))
+    stream = io.BytesIO()
+    palette.save(stream, "PNG")
+    for content in (encoded(classes), stream.getvalue()):
+        found = decode_image(mode="P", size=6, resample="nearest")({"image": content}, RNG)["image"]
+        assert found.dtype == np.uint8 and found.tolist() == np.kron(classes, np.ones((3, 3), np.uint8)).tolist()
+    deep = encoded(classes.astype(np.uint16))
+    found = decode_image(mode="I", size=4, resample="nearest")({"image": deep}, RNG)["image"]
+    assert found.tolist() == np.kron(classes, np.ones((2, 2), np.uint8)).tolist()
+    with pytest.raises(DataError, match="resample='cubic' is unknown"):
+        decode_image(resample="cubic")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode"),
+    [
+        (np.array([[0, 255]], np.uint16), "I"),
+        (np.array([[0, 70000]], np.int32), "I"),
+        (np.array([[-1, 300]], np.int32), "I"),
+        (np.array([[0.25, 1.0]], np.float32), "F"),
+    ],
+)
+def test_values_that_eight_bits_would_lose_are_refused(values: np.ndarray, mode: str) -> None:
+    row = {"image": encoded(values, "TIFF"), "file": "cat/1.tif"}
+    with pytest.raises(DataError, match=r"values from .* would lose") as caught:
+        decode_image(mode="L")(row, RNG)
+    assert caught.value.where == "cat/1.tif" and f"mode={mode!r}" in caught.value.remedy
+    assert decode_image(mode=mode)(row, RNG)["image"].tolist() == values.tolist()
+    assert not decode_image()({"image": encoded(np.zeros((2, 2), np.uint16))}, RNG)["image"].any()
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"no image", encoded(pixels(0))[:-40], encoded(DEEP)[:-40], encoded(pixels(0, (99, 99, 3)), "JPEG")[:900]],
