@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -214,20 +215,23 @@ class _DecodeImage:
     def _decoded(self, content: Any, where: str) -> Any:
         from PIL import Image
 
-        if not isinstance(content, bytes):
+        if isinstance(content, Mapping):  # as Hugging Face has images: with their bytes, or the path of a file
+            where, held = where or str(content.get("path") or ""), content.get("bytes") or content.get("path")
+            content = Path(held) if isinstance(held, str) else held
+        if not isinstance(content, bytes | Path):
             raise DataError(
                 f"column {self.column!r} holds {type(content).__name__} and not the bytes of an image",
                 where=where,
                 remedy="name the column of bytes: decode_image(column=...)",
             )
         try:
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 pixels = self._eight_bits(image, where).convert(self.mode)
         except DataError:
             raise
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"the image of {len(content)} bytes cannot be decoded: {error}",
+                f"the image cannot be decoded: {error}",
                 where=where,
                 remedy="write it again, leave it out, or skip what is damaged with on_error='skip'",
             ) from error
@@ -269,8 +273,8 @@ def decode_image(
     `mode="P"` (8 bits, also with a palette) or `mode="I"` (more bits), and `resample="nearest"`.
 
     Args:
-        column: of the bytes, or of mappings with `bytes` as Hugging Face has them; it becomes (height, width, channels)
-            uint8, or (height, width) in modes of one channel, which is int32 for `I` and float32 for `F`.
+        column: of the bytes, or of mappings with `bytes` or a file's `path`, as Hugging Face has them. It becomes
+            (height, width, channels) uint8; in modes of one channel (height, width), int32 for `I` and float32 for `F`.
         size: to resize to, (height, width) or one number for both; None keeps each image's own, so that all must have
             one size already.
         mode: of Pillow: `RGB`, `L` for grey, `RGBA`, `P` for the numbers of a palette, `I`, `F`.

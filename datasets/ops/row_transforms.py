@@ -100,6 +100,9 @@ def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: C
         generator = np.random.Generator(np.random.Philox(key=key))
         try:
             result = function({name: column[row] for name, column in columns.items()}, generator)
+        except TrainwrightError as error:
+            error.where = error.where or f"sample {sample}"
+            raise
         except Exception as error:
             raise _transform_error(function, error, f"sample {sample}") from None
         results.append(_row(function, result, results[0] if results else None, sample))

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.support import regression_job
 from trainwright.core.errors import DataError, JobError
 from trainwright.datasets import Dataset, decode_image, images, mix, split, table
+from trainwright.datasets.data_source import object_array
 from trainwright.datasets.formats.image_folder import ImageLoader, ImageSource
 from trainwright.planning.job_preparation import prepare
 
@@ -289,6 +290,18 @@ def test_a_damaged_image_is_named(content: bytes) -> None:
     with pytest.raises(DataError, match="cannot be decoded") as caught:
         decode_image()({"image": content, "file": "cat/1.jpg"}, RNG)
     assert caught.value.where == "cat/1.jpg" and caught.value.remedy
+
+
+def test_images_of_hugging_face_are_decoded_and_a_bad_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(encoded(pixels(1)))
+    cells = [{"bytes": encoded(pixels(0)), "path": "0.png"}, {"bytes": None, "path": str(tmp_path / "1.png")}]
+    for path in ("gone.png", None):
+        data = table({"image": object_array([*cells, {"bytes": None, "path": path}])}).map(decode_image())
+        index = data.index()
+        np.testing.assert_array_equal(data.read(index, [0, 1])["image"], [pixels(0), pixels(1)])
+        with pytest.raises(DataError, match="cannot be decoded" if path else "holds NoneType") as caught:
+            data.read(index, [2])
+        assert caught.value.where == (path or "sample 2") and caught.value.remedy
 
 
 def test_what_is_no_bytes_and_a_missing_column_are_named() -> None:
