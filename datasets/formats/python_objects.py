@@ -53,7 +53,7 @@ class ObjectSource(Source):
         access: to the object.
         name: of its type.
         call: the function that made the source.
-        replayable: see `from_torch`.
+        replayable, ragged: see `from_torch`.
         ordered: whether rows keep their order.
         plan_note: see `Source`.
     """
@@ -62,6 +62,7 @@ class ObjectSource(Source):
     name: str
     call: str
     replayable: bool = True
+    ragged: tuple[str, ...] = ()
     ordered: bool = False
     plan_note: str = ""
 
@@ -84,7 +85,7 @@ class ObjectSource(Source):
                 "each row, or in .map(f), where f(row, rng) draws from rng; with replayable=False a recovered run "
                 "repeats the rows and not their values",
             )
-        fields = {name: field_of_rows(name, samples, self.describe()) for name in samples[0]}
+        fields = {name: field_of_rows(name, samples, self.describe(), self.ragged) for name in samples[0]}
         row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
         content = hash_values(samples) if self.replayable else ""
         schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
@@ -250,11 +251,12 @@ def named_values(sample: Any, columns: Sequence[str] | None, where: str) -> Mapp
     return dict(zip(names, values, strict=True))
 
 
-def field_of_rows(name: str, samples: Sequence[_Values], where: str) -> Field:
-    """One dtype and shape where all sampled rows have them; objects where only the lengths differ.
+def field_of_rows(name: str, samples: Sequence[_Values], where: str, ragged: Sequence[str]) -> Field:
+    """One dtype and shape where all sampled rows have them; objects where only the lengths differ, or may differ.
 
     Raises DataError.
     """
+    select_columns(samples[0], ragged, f"{where}, ragged=")
     where = f"{where}, column {name!r}"
     require_same_names(samples, where)
     found = {_field_of(sample[name]) for sample in samples}
@@ -264,7 +266,7 @@ def field_of_rows(name: str, samples: Sequence[_Values], where: str) -> Field:
             where=where,
             remedy="give every row the same type and the same number of dimensions",
         )
-    return found.pop() if len(found) == 1 else _OBJECT
+    return found.pop() if len(found) == 1 and name not in ragged else _OBJECT
 
 
 def to_array_of(value: Any, where: str) -> Any:
@@ -306,7 +308,8 @@ def to_column(
             raise DataError(
                 f"the column is {_field_of([value])} here and {field} in the rows looked at first",
                 where=f"{where}, row {row}, column {name!r}",
-                remedy="give every row the same type and shape: convert, crop, resize or pad",
+                remedy="give every row the same type and shape: convert, crop, resize or pad; or, if pad= or collate= "
+                f"of the job makes lengths equal, from_torch(..., ragged=({name!r},))",
             )
     return np.stack(list(values))
 

@@ -78,8 +78,9 @@ _EXACTLY_ONCE = (
 
 
 def from_torch(
-    dataset: Any, columns: Iterable[str] | None = None, *, rows: int | None = None, replayable: bool = True
-) -> Dataset:
+    dataset: Any, columns: Iterable[str] | None = None, *, rows: int | None = None, replayable: bool = True,
+    ragged: Iterable[str] = (),
+) -> Dataset:  # fmt: skip
     """Rows of a torch data set or loader: map-style Dataset, IterableDataset, DataLoader, StatefulDataLoader.
 
     A map-style data set is anything with `__len__` and `__getitem__`, or `__getitems__`. The object travels by pickle
@@ -106,14 +107,14 @@ def from_torch(
 
     Args:
         dataset: its samples may be dicts, tuples or single values, of tensors, arrays, images, numbers, text or bytes.
-            Arrays whose lengths differ between the sampled rows make a column of objects. What cannot be pickled is
-            given as a function () or (epoch) that makes an IterableDataset or a DataLoader. With `epoch`, the function
-            says what each pass is, and nothing is seeded in what it returns but the global generators.
+            What cannot be pickled is given as a function () or (epoch) that makes an IterableDataset or a DataLoader;
+            with `epoch` it says what each pass is, and only the global generators are seeded.
         columns: names for the values of a sample, by default "0", "1" and so on; of dicts, the keys to keep.
         rows: of a pass, where an iterable does not know it; of a longer or endless one it takes the first so many.
         replayable: whether a row of an epoch has the same values each time. False allows an object that draws from a
             generator of its own: its rows are computed again in each epoch too, but a recovered run sees the same rows
             with other values. Of an iterable, rows can then count twice or never.
+        ragged: columns of arrays whose lengths differ, which become objects; others do if sampled rows differ in that.
 
     Raises:
         DataError: the object is none of these, or cannot be pickled; when it is read: no rows, unknown length, rows
@@ -124,7 +125,7 @@ def from_torch(
     if _LOADER in kinds and (note := _numbered(dataset)):
         ordered, dataset = _is_sequential(dataset), dataset.dataset
     elif _LOADER in kinds or _ITERABLE in kinds or _is_function(dataset):
-        return _iterated(dataset, "from_torch", names, rows, replayable)
+        return _iterated(dataset, "from_torch", names, rows, replayable, tuple(ragged))
     if not all(hasattr(dataset, name) for name in ("__len__", "__getitem__")):
         raise DataError(
             f"a {type(dataset).__name__} is not a map-style data set: it has no __len__ and __getitem__",
@@ -133,14 +134,15 @@ def from_torch(
     _refuse_rows(rows, "from_torch")
     source = ObjectSource(
         access=SampleAccess(dataset=dataset, columns=names), name=type(dataset).__name__, call="from_torch",
-        replayable=replayable, ordered=ordered, plan_note=note,
+        replayable=replayable, ragged=tuple(ragged), ordered=ordered, plan_note=note,
     )  # fmt: skip
     return Dataset(source=source)
 
 
 def from_huggingface(
-    dataset: Any, columns: Iterable[str] | None = None, *, rows: int | None = None, replayable: bool = True
-) -> Dataset:
+    dataset: Any, columns: Iterable[str] | None = None, *, rows: int | None = None, replayable: bool = True,
+    ragged: Iterable[str] = (),
+) -> Dataset:  # fmt: skip
     """Rows of a Hugging Face `datasets.Dataset`, or of a streamed one, `datasets.IterableDataset`.
 
     A Dataset is read as Arrow, without its row-by-row decoding. Its files must be at the same path on every node: the
@@ -154,7 +156,7 @@ def from_huggingface(
     Args:
         dataset: one split, or a function () or (epoch) that makes a streamed one.
         columns: read only these; by default all.
-        rows, replayable: of a streamed one, see `from_torch`. It does not know its number of rows.
+        rows, replayable, ragged: see `from_torch`. A streamed one does not know its number of rows.
 
     Raises:
         DataError: it is several splits, or formatted by a function of the user's (`set_transform`); of a streamed one,
@@ -162,7 +164,8 @@ def from_huggingface(
     """
     kind = type(dataset).__name__
     if _STREAMED in qualified_bases(type(dataset)) or _is_function(dataset):
-        return _iterated(dataset, "from_huggingface", None if columns is None else tuple(columns), rows, replayable)
+        names = None if columns is None else tuple(columns)
+        return _iterated(dataset, "from_huggingface", names, rows, replayable, tuple(ragged))
     remedy = ""
     if isinstance(dataset, Mapping):
         remedy = f"name one of its splits: {', '.join(map(str, dataset))}"
@@ -177,13 +180,19 @@ def from_huggingface(
     _refuse_rows(rows, "from_huggingface")
     names = select_columns(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
     access = ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
-    return Dataset(source=ObjectSource(access=access, name=kind, call="from_huggingface", replayable=replayable))
+    source = ObjectSource(
+        access=access, name=kind, call="from_huggingface", replayable=replayable, ragged=tuple(ragged)
+    )
+    return Dataset(source=source)
 
 
-def _iterated(given: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool) -> Dataset:
+def _iterated(
+    given: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool, ragged: tuple[str, ...]
+) -> Dataset:
     if rows is not None and rows < 1:
         raise DataError(f"rows={rows} is not a length of a pass", where=call, remedy="give 1 or more")
-    return Dataset(source=_IterableSource(given=given, call=call, columns=columns, rows=rows, replayable=replayable))
+    source = _IterableSource(given=given, call=call, columns=columns, rows=rows, replayable=replayable, ragged=ragged)
+    return Dataset(source=source)
 
 
 def _refuse_rows(rows: int | None, where: str) -> None:
@@ -249,6 +258,7 @@ class _IterableSource(SequentialSource):
     columns: tuple[str, ...] | None
     rows: int | None
     replayable: bool
+    ragged: tuple[str, ...]
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -336,7 +346,7 @@ class _IterableSource(SequentialSource):
                     break
         if not found:
             raise DataError("it gives no row", where=self.describe(), remedy="look at how it is made")
-        schema = {name: field_of_rows(name, found, self.describe()) for name in found[0]}
+        schema = {name: field_of_rows(name, found, self.describe(), self.ragged) for name in found[0]}
         first_rows = {
             name: np.concatenate([to_column(name, row[name], field, self.describe(), range(1)) for row in found])
             for name, field in schema.items()

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.support.streams import place
 from trainwright.core import random_state
@@ -285,7 +285,23 @@ def test_a_row_unlike_those_sampled_is_named() -> None:
     assert data.read(index, [0])["x"].shape == (1, 2)
     with pytest.raises(DataError, match=r"float64 \[3\] here and float64 \[2\]") as caught:
         data.read(index, [151])
-    assert "row 151" in caught.value.where
+    assert "row 151" in caught.value.where and "from_torch(..., ragged=('x',))" in caught.value.remedy
+
+
+@pytest.mark.parametrize("iterated", [False, True])
+def test_lengths_that_differ_only_in_other_rows_are_declared(iterated: bool) -> None:
+    rows = Squares(200, lambda row: {"x": np.zeros(3 if row == 151 else 2), "y": np.float32(row)})
+    given: Any = (lambda: DataLoader(rows, 10, collate_fn=list)) if iterated else rows
+    data = from_torch(given, ragged=["x"])
+    index = data.index()
+    assert index.schema == {"x": Field(np.dtype(object), ()), "y": Field(np.dtype(np.float32), ())}
+    feeding = FeedAssignment(data_ranks=range(1), total=1)
+    with BatchLoader(data, batch_size=100, epochs=1, seed=0, shuffle=False, feeding=feeding).feeds() as feeds:
+        columns = [feed.parts[0][0].columns["x"] for feed in feeds]
+    assert [max(map(len, column)) for column in columns] == [2, 3]
+    with pytest.raises(DataError, match="no column 'z'") as caught:
+        from_torch(given, ragged="z").index()
+    assert "ragged=" in caught.value.where
 
 
 def test_an_object_that_shrank_is_named() -> None:
