@@ -164,14 +164,15 @@ def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     Raises:
         DataError: it is ragged, or holds no numbers; says what to do.
     """
-    rows = [np.asarray(row) for row in column]
+    rows = [_row_array(row) for row in column]
     kinds = {row.dtype.kind for row in rows}
     if not kinds <= set("biufc"):
         held = sorted({type(row).__name__ for row in column})
         raise DataError(
             f"column {name!r} holds {', '.join(held)}, of which there are no tensors",
             where=f"column {name!r}",
-            remedy="turn it into numbers in a transform of the data set: text as indices; or use collate=",
+            remedy="turn it into numbers in a transform of the data set: text as indices, lists within a row as "
+            "lists of one length; or use collate=",
         )
     shapes = sorted({row.shape for row in rows})
     if len(shapes) > 1:
@@ -186,9 +187,22 @@ def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
+def _row_array(row: Any) -> npt.NDArray[Any]:
+    """Return a row as an array; of lists of lists, which files give as arrays of arrays, one that has all dimensions.
+
+    Lists of different lengths within the row make an array of objects.
+    """
+    if isinstance(row, np.ndarray) and row.dtype == object and row.ndim:
+        row = [_row_array(item) for item in row]
+    try:
+        return np.asarray(row)
+    except ValueError:
+        return np.fromiter(row, dtype=object, count=len(row))
+
+
 def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.NDArray[Any]]:
     """Return each row as an array of numbers with at least one dimension."""
-    rows = [np.asarray(row) for row in column]
+    rows = [_row_array(row) for row in column]
     for row, sample in zip(rows, samples, strict=True):
         if not row.ndim or row.dtype.kind not in "biufc":
             held = "a single value" if not row.ndim and row.dtype.kind in "biufc" else f"{row.dtype} values"

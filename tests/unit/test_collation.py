@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +19,8 @@ from trainwright.core.data import Batch, FeedAssignment
 from trainwright.core.engine import Collation, Pad, pad_column, stack_column
 from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.topology import Capabilities
+from trainwright.datasets import parquet
+from trainwright.datasets.data_source import object_array
 from trainwright.datasets.loading.batch_loader import BatchLoader
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0], "tokens": [[1, 2]]})
@@ -105,6 +110,21 @@ def test_objects_of_one_shape_need_no_padding() -> None:
     assert "pad={'x': tw.Pad()}" in caught.value.remedy
     with pytest.raises(DataError, match="holds int, str"):
         stack_column("x", ragged(["text", 3]))
+
+
+def test_lists_of_lists_of_a_file_are_stacked_and_padded(tmp_path: Path) -> None:
+    matrix, cube = [[1.0, 2.0], [3.0, 4.0]], [[[1], [2]], [[3], [4]]]
+    columns = {"x": [matrix, matrix], "cube": [cube, cube], "long": [matrix, matrix[:1]], "odd": [[[1], [2, 3]]] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    data = parquet(tmp_path)
+    read = data.read(data.index(), [0, 1])
+    assert stack_column("x", read["x"]).tolist() == [matrix] * 2
+    assert stack_column("cube", read["cube"]).tolist() == [cube] * 2
+    assert pad_column("long", read["long"], Pad(), [0, 1])[0].tolist() == [matrix, [*matrix[:1], [0, 0]]]
+    for column in (read["odd"], object_array([[[1], [2, 3]]] * 2)):
+        with pytest.raises(DataError, match="of which there are no tensors") as caught:
+            stack_column("odd", column)
+        assert "lists of one length" in caught.value.remedy
 
 
 def test_masks_stand_beside_their_columns() -> None:
