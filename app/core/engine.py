@@ -305,7 +305,7 @@ class ModelSpec:
     # (outputs, targets) -> losses (samples,) or Terms; unused with `step`. Both get the keyword-only arguments `step`,
     # completed steps, and `total_steps`, if they have them
     loss: Callable[[Any, Any], Any] | None = None
-    # (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors
+    # (model, batch) -> losses or Terms, where batch is the dict of all columns that can be tensors
     step: Callable[[Any, Any], Any] | None = None
     # column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows
     weight: str | Callable[[Any], Any] | None = None

@@ -98,8 +98,8 @@ class Training(_OptionGroup):
 
     Attributes:
         step: (model, batch) -> what `loss` may return, or an output of Hugging Face's models with `.loss`; instead of
-            loss, inputs and targets. The batch is a dict of all columns as tensors. A dict with that as "loss" may be
-            returned too; its other values are logged as by `tw.log`.
+            loss, inputs and targets. The batch is a dict of all columns as tensors, in torch without those of text and
+            bytes. A dict with that as "loss" may be returned too; its other values are logged as by `tw.log`.
         weight: how many items a loss of one number is the mean of (torch): a column, whose sum that is, or a function
             of the micro-batch: `lambda batch: (batch["labels"] != -100).sum()`. It gets the columns of targets, or all
             columns with step. By default the loss must be a mean over rows; see `docs/strategies.md`.

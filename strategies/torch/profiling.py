@@ -76,7 +76,7 @@ def profile_model(
     ensure_training_mode(model, "model")
     norms = ("batch_norm",) if batch_norms(model) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
-    tensors = batches.to_tensors(columns, inputs or tuple(columns), torch.device("cpu"))
+    tensors = batches.to_tensors(columns, inputs or None, torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in model.named_parameters()}
     known = ModelProfile(
         framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), evaluating=evaluating_parts(model),

@@ -216,7 +216,7 @@ def test_a_collate_function_may_return_tensors_and_other_names() -> None:
         one_device(replace(job, inputs=("idss", "real"))).train_step(feed(tokens()))
 
 
-def test_a_step_of_ones_own_gets_the_padded_columns() -> None:
+def test_a_step_of_ones_own_gets_the_padded_columns_and_no_text() -> None:
     seen: dict[str, tuple[int, ...]] = {}
 
     def step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -225,10 +225,14 @@ def test_a_step_of_ones_own_gets_the_padded_columns() -> None:
         return loss(outputs.logits, batch["y"])
 
     one = one_device(reading(loss=None, step=step, inputs=(), keywords=(), targets=(), metrics={}))
-    assert one.train_step(feed(tokens())).loss == pytest.approx(
+    texts = {"file": np.array([f"{row}.png" for row in range(12)], dtype=object), "key": np.full(12, b"x")}
+    given = replace(tokens(), columns={**tokens().columns, **texts})
+    assert one.train_step(feed(given)).loss == pytest.approx(
         one_device(reading()).train_step(feed(tokens())).loss, abs=1e-12
     )
     assert seen == {"tokens": (12, 12), "y": (12,), "tokens_mask": (12, 12)}
+    columns = {**Collation(pad={"tokens": Pad()})(tokens()), **texts}
+    assert not profile_model(Reader(), columns, (), step=step).untraced
 
 
 def test_ragged_rows_without_padding_are_refused_and_equal_ones_are_stacked() -> None:

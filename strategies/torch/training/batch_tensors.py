@@ -61,15 +61,17 @@ def _shared(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
         raise _no_tensor(name, array, str(array.dtype)) from None
 
 
-def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the named columns as tensors.
+def to_tensors(
+    columns: Mapping[str, Any], names: Iterable[str] | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the named columns as tensors; for None all but those of text or bytes.
 
     Raises:
         JobError: a name is no column; says which is near.
         DataError: the type of a column is none of torch's.
     """
     chosen = {}
-    for name in names:
+    for name in [name for name in columns if not _is_text(columns[name])] if names is None else names:
         if name not in columns:
             problem = f"inputs= and targets= name the column {name!r}, but there is none: {nearest(name, columns)}"
             raise JobError([problem])
@@ -77,12 +79,19 @@ def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.d
     return chosen
 
 
+def _is_text(column: npt.NDArray[Any] | torch.Tensor) -> bool:
+    """Return whether all rows of a column are text or bytes."""
+    if isinstance(column, torch.Tensor):
+        return False
+    objects = column.dtype == object
+    return all(isinstance(row, str | bytes) for row in column) if objects else column.dtype.kind in "UST"
+
+
 def collated_tensors(
     collation: Collation, batch: Batch, names: Iterable[str] | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Collate a micro-batch and return its columns, or those named, as tensors. Raises as `to_tensors` does."""
-    columns = collation(batch)
-    return to_tensors(columns, columns if names is None else names, device)
+    """Collate a micro-batch and return its columns as tensors; names and errors as in `to_tensors`."""
+    return to_tensors(collation(batch), names, device)
 
 
 def size_bytes(array: npt.NDArray[Any]) -> int:

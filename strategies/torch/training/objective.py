@@ -106,7 +106,7 @@ class JobFunctions:
         return SelectiveRecompute() if self.selective_recompute else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
-        """Return the columns that the job's functions take; all of them for a step of the user's own."""
+        """Return the columns that the job's functions take; for a step of the user's own, all that can be tensors."""
         if batch.on_device is not None and (found := batch.on_device.take()) is not None:
             return cast(batches.Tensors, found)
         wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
