@@ -230,6 +230,9 @@ _LISTS = (
 )
 
 
+NULL_REMEDY = "drop or fill them before training, or read other columns of files with columns=[...]"
+
+
 class Field(NamedTuple):
     """A column as arrays show it: element type, and shape of one row (() for a scalar)."""
 
@@ -377,7 +380,7 @@ def _require_no_nulls(array: pa.Array, where: str) -> None:
         raise DataError(
             f"{array.null_count} of {len(array)} values are null",
             where=where,
-            remedy="drop or fill them before training; nulls have no meaning as numbers",
+            remedy=NULL_REMEDY,
         )
     if any(is_list(array.type) for is_list in _LISTS):
         _require_no_nulls(array.flatten(), where)

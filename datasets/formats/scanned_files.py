@@ -21,6 +21,7 @@ import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import (
+    NULL_REMEDY,
     Arrays,
     Field,
     Index,
@@ -278,7 +279,7 @@ def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation, ro
 
 def null_error(what: str, where: str) -> DataError:
     """For a value that is missing."""
-    return DataError(what, where=where, remedy="drop or fill them before training; nulls have no meaning as numbers")
+    return DataError(what, where=where, remedy=NULL_REMEDY)
 
 
 # --- The index of files, of this kind and of parquet ------------------------------------------------------------------

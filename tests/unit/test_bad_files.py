@@ -185,6 +185,7 @@ def test_nulls_name_file_group_row_and_column(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="null") as caught:
             data.read(index, [4300], ["x"])
         assert caught.value.where == f"{path}, row group 1, row 4200, column 'x'"
+        assert "columns=[...]" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("source", "suffix"), [(parquet, "parquet"), (arrow, "arrow")])

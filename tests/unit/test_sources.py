@@ -274,6 +274,7 @@ def test_nulls_name_file_row_group_and_column(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 4 values are null") as caught:
         data.read(data.index(), [5])
     assert caught.value.where.endswith("x.parquet, row group 1, row 7, column 'score'")
+    assert "columns=[...]" in caught.value.remedy
 
 
 def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
