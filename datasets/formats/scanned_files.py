@@ -46,6 +46,7 @@ from trainwright.datasets.formats.file_system import (
 from trainwright.datasets.metadata_cache import cached_metadata, first_pass
 
 _SURVEY_THREADS = 4  # files looked at together
+_GZIP = b"\x1f\x8b"  # the first bytes of a file
 _KEPT_HEADS = 64
 
 
@@ -134,7 +135,17 @@ class SurveyTask:
         """The survey of a file, given by its path in the file system and its size in bytes."""
         path, size_bytes = file
         with open_file(self._system, path, size_bytes) as data:
-            survey = self.format.survey(data)
+            try:
+                survey = self.format.survey(data)
+            except DataError as error:
+                if data.read(0, min(len(_GZIP), data.size_bytes)) != _GZIP:
+                    raise
+                name = f"{os.path.basename(path)}.gz"
+                raise DataError(
+                    "the file is compressed with gzip, which its name does not say",
+                    where=path,
+                    remedy=f"name it {name}",
+                ) from error
         if compression_codec(path) is None or not survey.pieces:
             return survey
         pieces = survey.pieces  # a part of a compressed file costs as much as all of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_each_wrong_source_has_its_own_error(
         getattr(datasets, kind)(tmp_path).index()
     assert caught.value.where == (f"{tmp_path}/{where}" if where else str(tmp_path))
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["csv", "json_lines", "text", "tfrecord", "webdataset"])
+def test_gzip_without_its_suffix_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.data"
+    path.write_bytes(gzip.compress(b"x,y\n1,2\n" * 90))
+    with pytest.raises(DataError, match="compressed with gzip") as caught:
+        getattr(datasets, kind)(path).index()
+    assert caught.value.where == str(path) and caught.value.remedy == "name it a.data.gz"
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
