@@ -55,6 +55,10 @@ _UNSHARDED = (
 _EXACTLY_ONCE = (
     "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
+_SAME_EPOCHS = (
+    "all epochs have the same order and random numbers, also with shuffle(seed=...), since its function takes no epoch: "
+    "take (epoch) and give seed=epoch for others in each"
+)
 _open: dict[int, _OpenIterator] = {}  # iterators that are read, by any thread
 
 
@@ -88,7 +92,13 @@ class _PipelineSource(SequentialSource):
 
     @property
     def guarantee(self) -> str:
-        return _EXACTLY_ONCE if self.replayable else NOT_REPLAYABLE
+        if not self.replayable:
+            return NOT_REPLAYABLE
+        return _EXACTLY_ONCE if self._takes_epoch else f"{_EXACTLY_ONCE}; {_SAME_EPOCHS}"
+
+    @property
+    def _takes_epoch(self) -> bool:
+        return len(inspect.signature(self.make).parameters) > self.sharded
 
     def describe(self) -> str:
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
@@ -102,8 +112,9 @@ class _PipelineSource(SequentialSource):
             raise DataError(
                 f"the pipeline gives other rows among its first {SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
-                remedy="seed its shuffle (a function of the epoch may give each another one), keep it deterministic, "
-                "or pass replayable=False: then a recovered run may count some rows twice and others never",
+                remedy="seed its shuffle (take (epoch) and give seed=epoch for another order in each epoch), keep it "
+                "deterministic, or pass replayable=False: then a recovered run may count some rows twice and others "
+                "never",
             )
         if self.sharded and self.replayable:
             self._check_part(pipeline, schema, first)
@@ -154,8 +165,7 @@ class _PipelineSource(SequentialSource):
 
         named = {_SHARD: shard} if self.sharded else {}
         try:
-            wants_epoch = len(inspect.signature(self.make).parameters) > len(named)
-            pipeline = self.make(epoch, **named) if wants_epoch else self.make(**named)
+            pipeline = self.make(epoch, **named) if self._takes_epoch else self.make(**named)
         except Exception as error:
             raise UserCodeError(
                 f"the function given to from_tf raised {type(error).__name__}: {error}", where=self.describe()
@@ -243,11 +253,13 @@ def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:
 def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bool = True) -> Dataset:
     """Rows of a `tf.data.Dataset` of your own, in its own order.
 
-    It travels as the function that makes it, because a data set cannot be sent to other processes. Each pass iterates
-    it from the start: `make(epoch)` may shuffle and augment each epoch differently. Give single rows: the job's
-    `batch_size` makes the batches, `epochs` the passes; `shuffle` of the job has no say. Elements are dicts of columns,
-    or (x, y) or (x, y, weight), which become the columns `x`, `y` and `weight` (dicts among them keep their names); a
-    job names the last one: `sample_weight="weight"`.
+    It travels as the function that makes it, because a data set cannot be sent to other processes. Each pass makes it
+    again and iterates it from the start: `make(epoch)` may shuffle and augment each epoch differently, by seed=epoch. A
+    function without `epoch` gives all epochs the same order, also with `shuffle(seed=42)`, of which Keras' `fit` would
+    make another order in each epoch. Give single rows: the job's `batch_size` makes the batches, `epochs` the passes;
+    `shuffle` of the job has no say. Elements are dicts of columns, or (x, y) or (x, y, weight), which become the
+    columns `x`, `y` and `weight` (dicts among them keep their names); a job names the last one:
+    `sample_weight="weight"`.
     Every worker iterates the whole pipeline and keeps its share of each batch: what the pipeline computes is computed
     by each of them, as with AutoShardPolicy.DATA. If the function takes an argument `shard`, it calls it where rows of
     other workers are to be dropped, and each worker computes only its own rows after that, in the same order:

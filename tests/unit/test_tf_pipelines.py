@@ -92,6 +92,20 @@ def test_each_epoch_has_the_order_that_its_function_gives_it() -> None:
         assert [row for step in part for row in step] == expected
 
 
+def test_a_plan_says_that_a_function_without_epoch_repeats_its_order() -> None:
+    """Keras' fit gives each epoch another order of such a pipeline."""
+
+    def make() -> Any:
+        return numbers().shuffle(ROWS, seed=42)
+
+    steps = seen(stream(make))
+    assert steps[:16] == steps[16:]
+    assert "all epochs have the same order" in datasets.from_tf(make).source.plan_note
+    assert "all epochs have the same order" in datasets.from_tf(lambda shard: shard(make())).source.plan_note
+    for varied in (shuffled, sharded):
+        assert datasets.from_tf(varied).source.plan_note.endswith(tf_data._EXACTLY_ONCE)
+
+
 @cache
 def share(rank: int, total: int) -> BatchLoader:
     """One for all examples: to open it traces the pipeline anew."""
