@@ -56,6 +56,7 @@ from trainwright.strategies.tensorflow.training.train_state import (
     KerasReplica,
     KerasTrainState,
     build_optimizer,
+    check_own_step,
     inner_optimizer,
 )
 
@@ -248,6 +249,9 @@ class _CoordinatorSteps:
         caller: calls the job's functions.
         check: raises PeerLost if a server is lost.
         deadline_s: within which a worker must start on a share that the chief waits for.
+
+    Raises:
+        JobError: the model has a step of its own.
     """
 
     def __init__(
@@ -259,6 +263,7 @@ class _CoordinatorSteps:
         check: Callable[[], None],
         deadline_s: float,
     ) -> None:
+        check_own_step(replica.model, replica.spec, caller.where)
         self._replica, self._served, self._coordinator, self._caller = replica, served, coordinator, caller
         self._check_servers, self._deadline_s = check, deadline_s
         self._begun: dict[int, _PendingStep] = {}

@@ -171,6 +171,15 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         )
 
 
+def check_own_step(model: keras.Model, spec: ModelSpec, where: str) -> None:
+    """Raise JobError if the job's steps would leave out the model's own `train_step` or `compute_loss`."""
+    names = ("train_step", "compute_loss")
+    own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
+    if own and spec.step is None:
+        problem = f'the model has a {own[0]}() of its own, which only run="fit" calls'
+        raise JobError([f'{problem}: set run="fit", or compute the losses in step='], where=where)
+
+
 def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that updates the variables: the inner one of a LossScaleOptimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer)

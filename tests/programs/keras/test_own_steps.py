@@ -228,3 +228,27 @@ def test_metrics_of_compile_are_made_once_for_two_devices(pool: Pool) -> None:
     for own, other in zip(two.reports[3::4], alone.reports[3::4], strict=True):
         assert own.logged.means() == pytest.approx(other.logged.means(), rel=1e-5)
     assert two.means == pytest.approx(alone.means, rel=1e-5)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def descent(variables: Any) -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Computing, "train_step"), (OwnLoss, "compute_loss")])
+def test_trainwrights_steps_leave_out_no_step_of_the_model(kind: type[keras.Model], name: str) -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((WIDTH,))
+        return kind(inputs, layers.Dense(WIDTH)(inputs))
+
+    def squares(model: Any, batch: Any) -> Any:
+        return tf.reduce_mean((model(batch["x"]) - batch["x"]) ** 2, axis=1)
+
+    own: dict[str, Any] = {"model": build, "run": "step", "optimizer": descent}
+    with pytest.raises(JobError, match=rf'has a {name}\(\) of its own.*: set run="fit", or'):
+        train(job(**own, targets="x", loss=keras.losses.MeanSquaredError()))
+    assert train(job(**own, inputs=(), step=squares)).losses
