@@ -542,7 +542,7 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
         sums = with_states(engine.evaluate_step(single_rank_feed(task.evaluate), states), states)
         found = compute_states(sums + sums)  # as those of two ranks
         job.checkpointing.check_goals(found.totals)
-    if job.tensorflow.run == "fit":
+    if framework == "tensorflow":
         try:
             engine.warm(replace(feed, total=layout[0]))
         except JobError as error:

@@ -199,8 +199,11 @@ class TensorFlowEngine(ABC):
         """Compile the step by a trial step of full shape that applies nothing.
 
         Raises:
-            JobError, UserCodeError, PeerLost: as `train_step`.
+            JobError: also for a divided batch, of which the model or the optimizer needs all.
+            UserCodeError, PeerLost: as `train_step`.
         """
+        if feed.total > 1:
+            self._guarded(self.replica.check_divided)
         self._guarded(lambda: self._ready().run(feed, muted=True))
 
     def train_step(self, feed: Feed) -> StepReport:

@@ -276,11 +276,21 @@ def test_batch_norm_under_accumulation_is_refused_unless_it_is_accepted(pool: Po
     train(pool, ALONE, changed(model=normed, inexact=("batch_norm",)))
 
 
+def accumulating(variables: Any) -> Any:
+    return keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)
+
+
+def overwriting(variables: Any) -> Any:
+    return keras.optimizers.SGD(RATE, use_ema=True, ema_overwrite_frequency=3)
+
+
 WRONG: tuple[tuple[dict[str, Any], type[TrainwrightError], str], ...] = (
     ({"loss": broken}, UserCodeError, "ZeroDivisionError: on purpose"),
     ({"loss": total}, JobError, "return one loss per sample"),
     ({"model": no_model}, JobError, "return a keras.Model"),
     ({"optimizer": functools.partial(str)}, JobError, "return a keras.optimizers.Optimizer"),
+    ({"optimizer": accumulating}, JobError, "accumulation=2 and 2 times the batch_size"),
+    ({"optimizer": overwriting}, JobError, "ema_overwrite_frequency=3 needs one device"),
 )
 
 

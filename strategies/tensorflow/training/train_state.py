@@ -36,6 +36,9 @@ class KerasTrainState(Protocol):
     def optimizer(self) -> Any:
         """The user's optimizer."""
 
+    def check_divided(self) -> None:
+        """Raise JobError if the parts of a batch do not add up to the batch."""
+
     def aside(self) -> Mapping[str, npt.NDArray[Any]]:
         """Return arrays that a checkpoint has beside the variables."""
 
@@ -95,6 +98,8 @@ class KerasReplica:
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
         check_optimizer(self.optimizer, self.where)
+        if strategy.num_replicas_in_sync > 1:
+            self.check_divided()
         if callable(rule._learning_rate) and not self.own_schedule:
             problem = "the optimizer's learning rate is a function: use schedule=, or a LearningRateSchedule of Keras"
             raise JobError([problem], where=self.where)
@@ -102,6 +107,18 @@ class KerasReplica:
         self.seeds = [generator.state for generator in seed_generators(self.model)]
         drawn = {id(seed) for seed in self.seeds}
         self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
+
+    def check_divided(self) -> None:
+        """Raise JobError if the optimizer works in one replica only: Keras updates it in a branch of the graph."""
+        rule, problems = inner_optimizer(self.optimizer), []
+        if count := rule.gradient_accumulation_steps:
+            remedy = f"leave it out, and give the job accumulation={count} and {count} times the batch_size"
+            problems.append(f"the optimizer's gradient_accumulation_steps={count} needs one device: {remedy}")
+        if rule.use_ema and (count := rule.ema_overwrite_frequency):
+            remedy = "leave it out, and the averages replace the weights after the last step; or use one device"
+            problems.append(f"the optimizer's ema_overwrite_frequency={count} needs one device: {remedy}")
+        if problems:
+            raise JobError(problems, where=self.where)
 
     def aside(self) -> Mapping[str, npt.NDArray[Any]]:
         """Return no arrays: all state is in variables."""
