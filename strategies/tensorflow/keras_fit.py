@@ -51,12 +51,17 @@ from trainwright.strategies.tensorflow.training.train_state import (
     KerasTrainState,
     build_model,
     check_optimizer,
+    check_stateless,
     inner_optimizer,
     make_callbacks,
+    repeated,
+    sample_rows,
     seed_generators,
+    states_reset,
 )
 
 _LOSS = "loss"
+_DIVIDED_STATES = "parts of a batch would mix its states: use one worker with one device"
 _KEPT_STEPS = 16  # compiled for as many numbers of rows: skipped rows make many; each takes the memory of a graph
 
 
@@ -91,6 +96,8 @@ class CompiledModel:
         self.callbacks: Sequence[Any] = ()
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
         self.model = build_model(spec, strategy, plan, caller)
+        if plan.mesh.data_ranks > 1:
+            check_stateless(self.model, _DIVIDED_STATES, caller.where)
         self._steps = _StepsByRows(self.model, strategy)
         self.unseeded = global_seed_generator()
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
@@ -104,8 +111,10 @@ class CompiledModel:
                 self.optimizer.build(self.model.trainable_variables)
         used: list[tf.Variable] = []
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
-            given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
-            self.model.test_on_batch(*given)  # gives the metrics their variables
+            sample = sample_rows(self.model, spec.sample(), plan)
+            given = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
+            with states_reset(self.model), TensorFlowUserCode("the model", caller.where):
+                self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
             self.model.test_function = None  # whose trace of one row a callback's evaluation would share
             self._check_mask(spec.sample())
@@ -164,7 +173,7 @@ class CompiledModel:
             UserCodeError: the step raised.
         """
         rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
-        data, where = self.data(_repeated(row, rows), training=True), self.caller.where
+        data, where = self.data(repeated(row, rows), training=True), self.caller.where
         step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
         try:
             with self._building_once(), TensorFlowUserCode("train_step()", where):
@@ -206,11 +215,12 @@ class CompiledModel:
             raise JobError([problem], where=self.caller.where)
 
     def check_divided(self) -> None:
-        """Raise JobError if the parts of a batch do not add up to the batch in a `CustomLoop`."""
+        """Raise JobError for a stateful RNN, or a `CustomLoop` where the parts of a batch do not add up to the batch."""
+        check_stateless(self.model, _DIVIDED_STATES, self.caller.where)
         model, sample = self.model, self.spec.sample
         if isinstance(model, CustomLoop) and sample is not None and self.strategy.num_replicas_in_sync == 1:
             row = sample()
-            model.check_divided(lambda rows: self.data(_repeated(row, rows), training=True), self.caller.where)
+            model.check_divided(lambda rows: self.data(repeated(row, rows), training=True), self.caller.where)
 
     def _compile(self) -> None:
         spec, where = self.spec, self.caller.where
@@ -601,15 +611,6 @@ def whole_batch(feed: Feed) -> Batch:
         weights=np.concatenate([batch.weights for batch in parts]),
         samples=np.concatenate([batch.samples for batch in parts]),
     ).counted()
-
-
-def _repeated(row: Batch, rows: int) -> Batch:
-    """Repeat a batch of one row."""
-    return Batch(
-        columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
-        weights=np.repeat(row.weights, rows),
-        samples=np.repeat(row.samples, rows),
-    )
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from trainwright.strategies.tensorflow.training.train_state import (
     KerasReplica,
     KerasTrainState,
     build_optimizer,
-    check_own_step,
+    check_fit_only,
     inner_optimizer,
 )
 
@@ -251,7 +251,7 @@ class _CoordinatorSteps:
         deadline_s: within which a worker must start on a share that the chief waits for.
 
     Raises:
-        JobError: the model has a step of its own.
+        JobError: only Keras' `fit` can train the model.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class _CoordinatorSteps:
         check: Callable[[], None],
         deadline_s: float,
     ) -> None:
-        check_own_step(replica.model, replica.spec, caller.where)
+        check_fit_only(replica.model, replica.spec, caller.where)
         self._replica, self._served, self._coordinator, self._caller = replica, served, coordinator, caller
         self._check_servers, self._deadline_s = check, deadline_s
         self._begun: dict[int, _PendingStep] = {}

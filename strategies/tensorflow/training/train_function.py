@@ -36,7 +36,7 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
 from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
-from trainwright.strategies.tensorflow.training.train_state import KerasReplica, check_own_step
+from trainwright.strategies.tensorflow.training.train_state import KerasReplica, check_fit_only
 
 _SEED_WORD = 2**31 - 1
 _SEED_STATE = "seed_generator_state"  # the name of the variable of a SeedGenerator
@@ -100,11 +100,11 @@ class TrainFunction:
         caller: calls the job's functions.
 
     Raises:
-        JobError: the model has a step of its own.
+        JobError: only Keras' `fit` can train the model.
     """
 
     def __init__(self, replica: KerasReplica, caller: KerasCaller) -> None:
-        check_own_step(replica.model, replica.spec, caller.where)
+        check_fit_only(replica.model, replica.spec, caller.where)
         self._replica, self._caller, self._strategy = replica, caller, replica.strategy
         self._kind = tf.float64 if any(v.dtype == tf.float64 for v in replica.trained) else tf.float32
         self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard or replica.scales

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
@@ -188,8 +189,9 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         )
 
 
-def check_own_step(model: keras.Model, spec: ModelSpec, where: str) -> None:
-    """Raise JobError if the job's steps would leave out the model's own `train_step` or `compute_loss`."""
+def check_fit_only(model: keras.Model, spec: ModelSpec, where: str) -> None:
+    """Raise JobError for what only Keras' `fit` does: a step of the model's own, or states of RNNs."""
+    check_stateless(model, 'only run="fit" carries its states from batch to batch: set run="fit"', where)
     names = ("train_step", "compute_loss")
     own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own and spec.step is None:
@@ -233,7 +235,8 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
             raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
         _check_batch_norms(model, spec, plan, caller.where)
         if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
-            _call_once(model, spec.sample(), caller)
+            with states_reset(model):
+                _call_once(model, sample_rows(model, spec.sample(), plan), caller)
         global_seed_generator()  # makes its variable here, unless the model did
     if not model.trainable_variables:
         raise JobError(
@@ -281,6 +284,40 @@ def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
         caller.outputs(model, columns, training=False)
     else:
         caller.loss(model, columns, tf.convert_to_tensor(sample.weights), training=False)
+
+
+def sample_rows(model: keras.Model, row: Batch, plan: Plan) -> Batch:
+    """Return a batch for a trial call: one row; or as many as a replica computes, for layers that need that number."""
+    return repeated(row, plan.micro_batches(plan.batch_size)[1] if _stateful_layers(model) else 1)
+
+
+def repeated(row: Batch, rows: int) -> Batch:
+    """Repeat a batch of one row."""
+    return Batch(
+        columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
+        weights=np.repeat(row.weights, rows),
+        samples=np.repeat(row.samples, rows),
+    )
+
+
+@contextmanager
+def states_reset(model: keras.Model) -> Iterator[None]:
+    """Reset the states of stateful layers after the block, whose batch is none of the job's."""
+    yield
+    for layer in _stateful_layers(model):
+        layer.reset_state()
+
+
+def _stateful_layers(model: keras.Model) -> list[Any]:
+    """Return the layers with a state for each row of a batch, with which the next batch begins."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
+
+
+def check_stateless(model: keras.Model, reason: str, where: str) -> None:
+    """Raise JobError with this reason and remedy if a layer has a state for each row of a batch."""
+    stateful = _stateful_layers(model)
+    if stateful:
+        raise JobError([f"layer {stateful[0].path!r} is a stateful RNN, and {reason}"], where=where)
 
 
 def batch_norm_layers(model: keras.Model) -> list[str]:

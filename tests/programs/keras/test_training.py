@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import trainwright as tw
 from tests.programs.keras.engines import Trained, epochs, train, train_mirrored, train_on_workers, weights_of
 from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError, UserCodeError
+from trainwright.planning.job_preparation import prepare
+from trainwright.runtime.function_trial import run_trial, task_of
 
 ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
 RANDOM = np.random.default_rng(0)
@@ -415,6 +418,48 @@ def test_callbacks_go_on_with_what_they_had_counted(tmp_path: Path) -> None:
     assert all(map(np.array_equal, *(weights_of(compiled(), each) for each in (rest, whole))))
     assert not (tmp_path / "best.keras").exists(), "no later epoch is better"
     assert [(each.epochs, each.others) for each in counting] == [(4, 4), (2, 2), (4, 2)]
+
+
+# --- stateful layers --------------------------------------------------------------------------------------------------
+
+
+def recurrent(*, known: bool) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    shape = [keras.Input(batch_shape=(BATCH, 4, 2))] if known else []
+    return keras.Sequential([*shape, layers.GRU(3, stateful=True), layers.Dense(1, "sigmoid")])
+
+
+def recurrent_job(run: str, known: bool = True, **fields: Any) -> tw.Job:
+    own = {"optimizer": descent, "loss": losses.BinaryCrossentropy(), "evaluate": None}
+    columns = {"x": X.reshape(ROWS, 4, 2), "y": Y}
+    return job(columns, model=functools.partial(recurrent, known=known), run=run, **{**own, **fields})
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_fit_carries_the_states_of_a_layer_from_zero_on(known: bool) -> None:
+    trained = train(recurrent_job("fit", known))
+    model = recurrent(known=known)
+    model.compile(descent(None), losses.BinaryCrossentropy())
+    assert_alike(trained, model, by_fit(model, X.reshape(ROWS, 4, 2), Y))
+    assert train(recurrent_job("fit", known), trained.early, slice(4, None)).losses == trained.losses[4:]
+
+
+def test_a_stateful_layer_is_refused_where_its_states_are_lost_or_mixed(tmp_path: Path, pool: Pool) -> None:
+    with pytest.raises(JobError, match=r"'sequential.*gru.*' is a stateful RNN.*: set run=.fit"):
+        train(recurrent_job("step"))
+    with pytest.raises(JobError, match=r"is a stateful RNN.*: use one worker with one device"):
+        train_on_workers(pool, recurrent_job("fit"))
+    found = run_trial(task_of(prepare(recurrent_job("fit", storage=str(tmp_path)))), rows=BATCH)
+    assert found.error is None and "is a stateful RNN" in str(found.divided)
+
+
+def test_an_accumulating_optimizer_is_refused_by_plans_of_several_workers(tmp_path: Path) -> None:
+    def accumulating(variables: Any) -> Any:
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    own = {"optimizer": accumulating, "loss": losses.BinaryCrossentropy()}
+    found = run_trial(task_of(prepare(job({"x": X, "y": Y}, model=binary, storage=str(tmp_path), **own))))
+    assert found.error is None and "accumulation=2 and 2 times the batch_size" in str(found.divided)
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------------------
