@@ -43,6 +43,7 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.checkpoint_files import (
     CARRIED_OTHERS,
     callback_state,
+    continue_log,
     restore_callbacks,
 )
 from trainwright.strategies.tensorflow.training.objective import KerasCaller, MaskedTerms
@@ -215,7 +216,7 @@ class CompiledModel:
             raise JobError([problem], where=self.caller.where)
 
     def check_divided(self) -> None:
-        """Raise JobError for a stateful RNN, or a `CustomLoop` where the parts of a batch do not add up to the batch."""
+        """Raise JobError for a stateful RNN, and if the parts of a batch do not add up to it in a `CustomLoop`."""
         check_stateless(self.model, _DIVIDED_STATES, self.caller.where)
         model, sample = self.model, self.spec.sample
         if isinstance(model, CustomLoop) and sample is not None and self.strategy.num_replicas_in_sync == 1:
@@ -429,7 +430,11 @@ class _FitLoop:
         """Run the callbacks before a step. Where a run goes on, rates are those of its checkpoint."""
         with self._user:
             if not self._begun:
-                with self._rates_kept(epoch > 0 or batch > 0):
+                continues = epoch > 0 or batch > 0
+                for callback in self._callbacks.callbacks if continues else ():
+                    if isinstance(callback, keras.callbacks.CSVLogger):
+                        continue_log(callback, epoch)
+                with self._rates_kept(continues):
                     self._callbacks.on_train_begin()
                 restore_callbacks(self._given, self._compiled.callback_state)
                 self._compiled.callbacks = self._given

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import uuid
@@ -291,6 +292,26 @@ def restore_callbacks(callbacks: Sequence[Any], state: _Arrays) -> None:
         elif f"{key}/0" in state:
             several = sum(each.startswith(f"{key}/") for each in state)
             setattr(callback, name, [state[f"{key}/{number}"] for number in range(several)])
+
+
+def continue_log(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Have a CSVLogger append to its file, without the rows of this epoch and later ones, which come again.
+
+    A logger with `append=True` keeps all rows: they may be of earlier trainings.
+    """
+    if logger.append:
+        return
+    logger.append = True
+    if not tf.io.gfile.exists(logger.filename):
+        return
+    with tf.io.gfile.GFile(logger.filename) as file:
+        lines = list(csv.reader(file, delimiter=logger.sep))
+    kept = [line for line in lines if not (line and line[0].isdigit() and int(line[0]) >= epoch)]
+    if len(kept) < len(lines):
+        written = f"{logger.filename}.new"
+        with tf.io.gfile.GFile(written, "w") as file:
+            csv.writer(file, delimiter=logger.sep).writerows(kept)
+        tf.io.gfile.rename(written, logger.filename, overwrite=True)
 
 
 def _carried(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -247,6 +248,27 @@ def test_metrics_with_a_value_for_each_class_do_not_end_a_run() -> None:
     judged = trained.model.evaluate(X, Y, verbose=0, return_dict=True)
     assert set(trained.means) == {"loss", "f1_score"}, "one class has one value; two thresholds have two"
     assert trained.means["f1_score"] == pytest.approx(float(judged["f1_score"][0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_csv_log_has_a_row_for_each_epoch_of_a_run_that_is_resumed(append: bool, tmp_path: Path) -> None:
+    """Also where an epoch is done again. With append=True, rows may be of another training: none is left out."""
+    log, made = tmp_path / "log.csv", list[Any]()
+
+    def logging() -> list[Any]:
+        made.append(keras.callbacks.CSVLogger(str(log), ";", append=append))
+        return made[-1:]
+
+    given = job(dense, run="fit", callbacks=logging)
+    train(given)
+    whole = log.read_text()
+    log.unlink()
+    begun = train(given, steps=slice(0, 6))  # with a checkpoint within the second epoch, which then ends
+    made[-1].on_train_end()  # closes the file
+    rest = log.read_text()
+    assert [row[0] for row in rest.splitlines()] == ["e", "0", "1"]
+    train(given, begun.early, AT)
+    assert log.read_text() == (whole if not append else rest + "".join(whole.splitlines(True)[2:]))
 
 
 def branched() -> keras.Model:
