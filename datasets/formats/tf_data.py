@@ -41,6 +41,7 @@ from trainwright.datasets.loading.sequential_rows import (
     RowPart,
     SequentialRows,
     block_rows,
+    takes_epoch,
 )
 
 _BLOCK_ROWS = 256
@@ -98,7 +99,7 @@ class _PipelineSource(SequentialSource):
 
     @property
     def _takes_epoch(self) -> bool:
-        return len(inspect.signature(self.make).parameters) > self.sharded
+        return takes_epoch(self.make, _SHARD)
 
     def describe(self) -> str:
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"

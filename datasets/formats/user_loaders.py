@@ -57,6 +57,7 @@ from trainwright.datasets.loading.sequential_rows import (
     RowPart,
     SequentialRows,
     block_rows,
+    takes_epoch,
 )
 
 _LOADER, _ITERABLE = "torch.utils.data.dataloader.DataLoader", "torch.utils.data.dataset.IterableDataset"
@@ -207,13 +208,6 @@ def _refuse_rows(rows: int | None, where: str) -> None:
 def _is_function(given: Any) -> bool:
     rows = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     return callable(given) and (isinstance(given, type) or not rows)
-
-
-def _takes_epoch(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `epoch`, or one that must be given."""
-    parameters = inspect.signature(function).parameters.values()
-    required = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
-    return bool(required) or any(each.name == "epoch" for each in parameters)
 
 
 def _is_torchs(thing: Any, *names: str) -> bool:
@@ -437,7 +431,7 @@ class _Pass:
     def _made(self, epoch: int) -> Any:
         given, where = self._source.given, self._source.describe()
         if _is_function(given):
-            wants_epoch = _takes_epoch(given)
+            wants_epoch = takes_epoch(given)
             with user_code(f"the function given to {self._source.call}", "correct the function", where):
                 made = given(epoch) if wants_epoch else given()
         else:

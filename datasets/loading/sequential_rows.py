@@ -5,9 +5,11 @@ A reader keeps the last few blocks of a pass. A row before them, or of another e
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -155,6 +157,13 @@ class PartRows(RowAccess):
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
         """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
         return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
+
+
+def takes_epoch(make: Callable[..., Any], *others: str) -> bool:
+    """Whether a function has a parameter `epoch`, or one besides these others that must be given."""
+    parameters = [each for name, each in inspect.signature(make).parameters.items() if name not in others]
+    required = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+    return bool(required) or any(each.name == "epoch" for each in parameters)
 
 
 def block_rows(block: Arrays) -> int:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from threading import Event, Timer
 from typing import Any
 
@@ -42,6 +42,14 @@ def numbers() -> Any:
 def shuffled(epoch: int) -> Any:
     """Another order in each epoch."""
     return numbers().shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False)
+
+
+def test_a_parameter_with_a_default_is_not_the_epoch() -> None:
+    def make(rows: int = ROWS) -> Any:
+        return numbers().take(rows)
+
+    for each in (make, partial(make, rows=ROWS)):
+        assert [row for step in seen(stream(each)) for row in step] == [*range(ROWS), *range(ROWS)]
 
 
 decoded: list[int] = []
