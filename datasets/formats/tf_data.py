@@ -48,6 +48,13 @@ _BLOCK_ROWS = 256
 END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
+# Classes of tf.data; their input is `_input_dataset`.
+_BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "_MapAndBatchDataset")
+_SAME_ELEMENTS = (
+    "CacheDataset", "_AssertCardinalityDataset", "_OptionsDataset", "_PrefetchDataset", "_RepeatDataset",
+    "_ShuffleDataset", "_SkipDataset", "_TakeDataset",
+)  # fmt: skip
+_UNBATCHED = "leave .batch() out, or append .unbatch(): the job's batch_size says what a batch is"
 _SHARD = "shard"  # argument of the user's function
 _UNSHARDED = (
     "computes all of them, since only the pipeline's author knows from where on a row depends on no other "
@@ -57,8 +64,8 @@ _EXACTLY_ONCE = (
     "each row counts exactly once as long as it gives the same rows in the same order each time it is iterated"
 )
 _SAME_EPOCHS = (
-    "all epochs have the same order and random numbers, also with shuffle(seed=...), since its function takes no epoch: "
-    "take (epoch) and give seed=epoch for others in each"
+    "all epochs have the same order and random numbers, also with shuffle(seed=...), since its function takes no "
+    "epoch: take (epoch) and give seed=epoch for others in each"
 )
 _open: dict[int, _OpenIterator] = {}  # iterators that are read, by any thread
 
@@ -107,7 +114,7 @@ class _PipelineSource(SequentialSource):
     def index(self) -> Index:
         """Look at the first rows, twice. Raises DataError where there is none, or where they differ."""
         pipeline = self.opened(0)
-        schema, rows = self._schema(pipeline.element_spec), self._length(pipeline)
+        schema, rows = self._schema(pipeline), self._length(pipeline)
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
         if self.replayable and hash_block(first) != hash_block(again):
             raise DataError(
@@ -219,15 +226,22 @@ class _PipelineSource(SequentialSource):
             raise DataError("the pipeline has no rows", where=self.describe(), remedy="look at how it is made")
         return known
 
-    def _schema(self, spec: Any) -> dict[str, Field]:
+    def _schema(self, pipeline: Any) -> dict[str, Field]:
         """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
+        spec = pipeline.element_spec
         columns = _named_components(spec, self.describe())
         shapes = [component.shape for component in columns.values()]
         if len(shapes) > 1 and all(shape.rank and shape[0] is None for shape in shapes):
             raise DataError(
                 f"every part of an element begins with a dimension of any size: {spec}",
                 where=self.describe(),
-                remedy="leave .batch() out, or append .unbatch(): the job's batch_size says what a batch is",
+                remedy=_UNBATCHED,
+            )
+        if len(shapes) > 1 and _is_batched(pipeline):
+            raise DataError(
+                f"the pipeline ends in .batch(), so that its elements are batches: {spec}",
+                where=self.describe(),
+                remedy=f"{_UNBATCHED}; where several elements are one row, append .map() after .batch()",
             )
         return {name: _field_of(component) for name, component in columns.items()}
 
@@ -235,6 +249,13 @@ class _PipelineSource(SequentialSource):
         for block in read_blocks(pipeline.take(count), schema, self.describe()):
             return block
         raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")
+
+
+def _is_batched(pipeline: Any) -> bool:
+    """Whether the elements of a tf.data.Dataset are batches of its last transformation that changes elements."""
+    while type(pipeline).__name__ in _SAME_ELEMENTS:
+        pipeline = pipeline._input_dataset
+    return type(pipeline).__name__ in _BATCHES
 
 
 def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:

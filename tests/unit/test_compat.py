@@ -32,6 +32,7 @@ ATTRIBUTES = {
     "torch:UntypedStorage": ("_cdata",),
     "torch:operator": ("_overloadpacket", "_schema"),
     "torch:FSDPState": ("_get_fsdp_state",),
+    "tensorflow:Dataset": ("_input_dataset",),
     "keras:Layer": ("_layers", "_flatten_layers", "_trainable_variables", "_deferred_dependencies"),
     "keras:Model": ("_compile_loss", "_compile_metrics"),
     "keras:Dropout": ("_seed_generators",),
@@ -176,7 +177,15 @@ def keras_objects() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("library", "make"), [("torch", torch_objects), ("keras", keras_objects)])
+def tensorflow_objects() -> dict[str, Any]:
+    import tensorflow as tf
+
+    return {"Dataset": tf.data.Dataset.range(3).take(2)}
+
+
+@pytest.mark.parametrize(
+    ("library", "make"), [("torch", torch_objects), ("keras", keras_objects), ("tensorflow", tensorflow_objects)]
+)
 def test_private_attributes_of_objects_are_there(library: str, make: Callable[[], dict[str, Any]]) -> None:
     objects = make()
     gone = [

@@ -261,6 +261,33 @@ def test_another_order_each_time_is_told_before_the_run() -> None:
     assert datasets.from_tf(unseeded, replayable=False).index().rows == ROWS
 
 
+def whole_batches() -> Any:
+    return numbers().batch(8, drop_remainder=True)
+
+
+def mapped_batches(rows: Any) -> Any:
+    return tf.data.experimental.map_and_batch(lambda row: row, 8, drop_remainder=True)(rows)
+
+
+LATER: tuple[Callable[[Any], Any], ...] = (
+    lambda batches: batches,
+    lambda batches: batches.prefetch(2).with_options(tf.data.Options()),
+    lambda batches: batches.take(9).skip(1).repeat(2),
+    lambda batches: batches.cache().shuffle(4, seed=1),
+    lambda batches: batches.apply(tf.data.experimental.assert_cardinality(31)),
+)
+
+
+def test_windows_of_several_rows_are_rows() -> None:
+    """A single column of them, or what map() makes of them."""
+    texts = tf.data.Dataset.range(40).batch(5, drop_remainder=True)
+    found = [datasets.from_tf(make).index() for make in (lambda: texts, lambda: texts.map(lambda i: (i[:-1], i[1:])))]
+    assert [{name: each.shape for name, each in index.schema.items()} for index in found] == [
+        {"x": (5,)}, {"x": (4,), "y": (4,)},
+    ]  # fmt: skip
+    assert [index.rows for index in found] == [8, 8]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -268,6 +295,10 @@ def test_another_order_each_time_is_told_before_the_run() -> None:
         (lambda: numbers().filter(lambda row: row["i"] > 3), "does not know how many rows"),
         (lambda: numbers().take(0), "no rows"),
         (lambda: numbers().batch(8), r"leave \.batch\(\) out"),
+        *((lambda later=later: later(whole_batches()), r"ends in \.batch\(\)") for later in LATER),
+        (lambda: numbers().batch(8, num_parallel_calls=2, drop_remainder=True), "ends in"),
+        (lambda: numbers().padded_batch(8, drop_remainder=True), "ends in"),
+        (lambda: numbers().apply(mapped_batches), "ends in"),
         (lambda: tf.data.Dataset.range(4).map(lambda i: (i, i, i, i)), "4 parts"),
         (lambda: tf.data.Dataset.range(4).map(lambda i: ((i, i), i)), "parts of its own"),
         (lambda: [1, 2], "returned a list"),
