@@ -328,8 +328,9 @@ def predict(
 
     The parts, in the order of their names, hold the samples in order: `sample` (int64, the row number), the kept
     columns, then `output`, or one column for each of several outputs. A part appears when it is complete; the same call
-    continues an interrupted one and computes only missing parts. The data is compared by names and sizes of its files
-    and by a few of its rows: use `fresh` after you changed single rows.
+    continues an interrupted one and computes only missing parts. With `on_error="skip"`, a row that cannot be read has
+    nulls, and a note says so; `skip_limit=` counts for each worker. The data is compared by names and sizes of its
+    files and by a few of its rows: use `fresh` after you changed single rows.
 
     Args:
         data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.

@@ -123,7 +123,7 @@ class PredictorPool:
         hang_s: longest time for the next batch of a range, and for storing a part.
         schema: types by column name of parts that are there already; empty when there are none.
         on_rows: told how many rows were computed, or are lost again (negative).
-        on_note: told what went wrong and was mended.
+        on_note: told what went wrong and was mended, and which rows could not be read.
     """
 
     def __init__(
@@ -229,6 +229,8 @@ class PredictorPool:
         assert member.part is not None, "only a busy actor stores"
         check_schema(self._schema or answer.schema, answer.schema, member.part)
         self._schema = self._schema or answer.schema
+        if answer.note:
+            self._on_note(answer.note)
         self._work.done(member.part)
         member.part, self._failed_starts = None, 0
         self._ask(member, "idle", None)

@@ -179,7 +179,7 @@ def run_request(
     Args:
         question: the request.
         workers, batch_size, fresh, verbose: as of `trainwright.api.predict`.
-        note: called with problems that were repaired.
+        note: called with problems that were repaired, and with rows that could not be read.
 
     Raises:
         DataError: an existing part is damaged; names it.
@@ -305,6 +305,8 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
                 if isinstance(answer, StoredPart):
                     check_schema(schema or answer.schema, answer.schema, part)
                     schema = schema or dict(answer.schema)
+                    if answer.note:
+                        meter.note(answer.note)
                 else:
                     meter.add(answer)
 

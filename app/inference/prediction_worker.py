@@ -28,8 +28,8 @@ from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.formats.parquet_writer import tensor_column
-from trainwright.datasets.loading.batch_loader import ReadAhead
-from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
+from trainwright.datasets.loading.batch_loader import ReadAhead, TransformedRows
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
 from trainwright.storage.object_store import Store
 from trainwright.strategies import single_rank_engine
@@ -98,9 +98,10 @@ class PredictorConfig:
 
 
 class StoredPart(NamedTuple):
-    """A part that is stored; its types by column name."""
+    """A part that is stored."""
 
-    schema: Mapping[str, str]
+    schema: Mapping[str, str]  # types by column name
+    note: str = ""  # about rows that could not be read
 
 
 OutputFunction = Callable[[Batch], Sequence[Columns]]
@@ -138,12 +139,18 @@ class Predictor:
     def __init__(self, order: PredictorConfig, outputs: OutputFunction) -> None:
         self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
         job = unpickle_job(order.job)
-        self._data, self._seed = job.train, job.training.seed
-        self._names = _names(job, order)
-        self._rows = self._data.reader(order.index, self._names)
+        names, salvage = _names(job, order), None
+        self._skipped = dict[int, SkippedSample]()
+        if job.data.on_error == "skip":
+            salvage = SkippingReader(job.recovery.skip_limit, self._skip, "correct the data, or raise skip_limit")
+        self._rows = TransformedRows(
+            job.train, job.train.reader(order.index, names), names, seed=job.training.seed, salvage=salvage
+        )
 
     def compute(self, part: Range) -> Iterator[int | StoredPart]:
         """Compute a range and store it. Yields the rows of each batch, and at the end the stored part.
+
+        Rows that are skipped have nulls, except for their number.
 
         Raises:
             DataError, UserCodeError, JobError: an error of the data, its transforms or the model.
@@ -151,24 +158,39 @@ class Predictor:
         """
         kept: list[Columns] = []
         outputs: list[Columns] = []
+        masks: list[npt.NDArray[np.bool_]] = []
         with closing(ReadAhead(self._batches(part), name="trainwright-predict")) as batches:
-            for batch in batches:
+            for batch, mask in batches:
                 outputs.extend(map(self._form, self._outputs(batch)))
                 kept.append({name: batch.columns[name] for name in self._order.keep})
+                masks.append(mask)
                 yield batch.rows
+        good = np.concatenate(masks)
         table = part_table(part, concatenate_outputs(kept, part), concatenate_outputs(outputs, part))
+        if not good.all():
+            table = _with_nulls(table, good)
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
         self._order.folder.put(part.name, sink.getvalue().to_pybytes())
-        yield StoredPart({field.name: str(field.type) for field in table.schema})
+        yield StoredPart({field.name: str(field.type) for field in table.schema}, self._note(part, good))
 
-    def _batches(self, part: Range) -> Iterator[Batch]:
-        """The range's rows in order, transformed."""
-        counters = Counters(seed=self._seed, epoch=0)
+    def _batches(self, part: Range) -> Iterator[tuple[Batch, npt.NDArray[np.bool_]]]:
+        """The range's rows in order, transformed, and which of them are good."""
         for start in range(part.start, part.stop, self._order.batch_size):
             samples = np.arange(start, min(start + self._order.batch_size, part.stop), dtype=np.int64)
-            columns = self._data.transform(self._rows.gather(samples), samples, counters, self._names)
-            yield Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
+            columns, good = self._rows.read(samples)
+            yield Batch(columns=columns, weights=np.ones(len(samples)), samples=samples), good
+
+    def _skip(self, skipped: SkippedSample) -> None:
+        self._skipped[skipped.sample] = skipped
+
+    def _note(self, part: Range, good: npt.NDArray[np.bool_]) -> str:
+        """Return which rows of a part have nulls, and why; empty for none."""
+        if good.all():
+            return ""
+        first = self._skipped[part.start + int(np.argmin(good))]
+        what = f"{part}: {int((~good).sum())} of {part.rows} cannot be read and have nulls"
+        return f"{what}; sample {first.sample}: {first.error} ({first.where})"
 
 
 class PredictorProcess:
@@ -243,6 +265,12 @@ def part_table(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
     for name, array in {**kept, **outputs}.items():
         columns[name] = arrow_column(name, array)
     return pa.table(columns)
+
+
+def _with_nulls(table: pa.Table, good: npt.NDArray[np.bool_]) -> pa.Table:
+    """Return a part with nulls in all columns but `sample` where `good` (rows,) is False."""
+    places = pa.array(np.arange(table.num_rows), mask=~good)  # `take` gives null where the place is null
+    return table.take(places).set_column(0, table.schema.field(SAMPLE), table[SAMPLE])
 
 
 def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:

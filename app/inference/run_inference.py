@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.core import formatting
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns, MetricSums
 from trainwright.core.engine import CheckpointChoice, CheckpointRef
@@ -33,8 +35,10 @@ from trainwright.inference.inference_model import (
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
+from trainwright.storage.object_store import open_store
 from trainwright.storage.weight_files import base_weights
 from trainwright.strategies import single_rank_engine
+from trainwright.worker.loaders import Quarantine, skipping_reader
 from trainwright.worker.worker import predicted
 
 
@@ -70,11 +74,16 @@ def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     spec = alone.model_spec(trained_steps(job), sample, weights=base_weights(job))
     engine = single_rank_engine(spec, plan, guest=True)
     with_checkpoint(job, step, engine.load)
+    quarantine = Quarantine(open_store(job.storage), job.name, "evaluate")
     stream = BatchLoader(
-        job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, **job.ordering(evaluate=True)
-    )
+        job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, salvage=skipping_reader(job, quarantine),
+        **job.ordering(evaluate=True),
+    )  # fmt: skip
     states = metric_states(job.metrics)
     sums = sum((engine.evaluate_step(feed, states) for feed in stream.feeds(0)), MetricSums())
+    if quarantine.count:
+        skipped = formatting.count(quarantine.count, "sample")
+        print(f"skipped {skipped} of the evaluation set; see quarantine/ in the folder of the run", file=sys.stderr)
     return compute_states(with_states(sums, states)).means()
 
 

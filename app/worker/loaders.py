@@ -43,7 +43,7 @@ class RankStreams:
             fetcher=order.fetcher,
             rows=order.rows.get("train"),
             row=order.row,
-            salvage=self._salvage(self.quarantine),
+            salvage=skipping_reader(job, self.quarantine),
             feeding=feeding,
             static_shapes=self.static_shapes,
             columns=job.columns,
@@ -60,16 +60,13 @@ class RankStreams:
             order.evaluate,
             fetcher=order.evaluate_fetcher,
             rows=order.rows.get("evaluate"),
-            salvage=self._salvage(self.evaluate_quarantine),
+            salvage=skipping_reader(job, self.evaluate_quarantine),
             feeding=feeding,
             static_shapes=self.static_shapes,
             columns=job.columns,
             accumulation=self.accumulation,
             **job.ordering(evaluate=True),
         )
-
-    def _salvage(self, quarantine: Quarantine) -> SkippingReader | None:
-        return SkippingReader(self.job.recovery.skip_limit, quarantine) if self.job.data.on_error == "skip" else None
 
 
 class RankFeeds:
@@ -194,6 +191,11 @@ class Quarantine:
     def _name(self, samples: list[int]) -> str:
         first = f"{self._data}-{samples[0]:012d}"
         return first if len(samples) == 1 else f"{first}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}"
+
+
+def skipping_reader(job: Job, record: Callable[[SkippedSample], None]) -> SkippingReader | None:
+    """Return what skips the bad samples of one data set; None where the job's `on_error` is "raise"."""
+    return SkippingReader(job.recovery.skip_limit, record) if job.data.on_error == "skip" else None
 
 
 # --- Batch skipping ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ _Read = Callable[[Rows], Arrays]
 _Parts = list[tuple[Rows, Arrays | None]]
 
 _NEARBY_SAMPLES = 64  # samples before the bad ones, and of the first ones, that are tried where no good row is known
+_QUARANTINED = "look at quarantine/ in the folder of the run, correct the data, or raise skip_limit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,11 @@ class SkippingReader:
     Args:
         limit: samples, by number, that may be skipped; one more raises DataError.
         record: called once for each skipped sample.
+        remedy: of the error beyond the limit.
     """
 
-    def __init__(self, limit: int, record: Callable[[SkippedSample], None]) -> None:
-        self._limit, self._record = limit, record
+    def __init__(self, limit: int, record: Callable[[SkippedSample], None], remedy: str = _QUARANTINED) -> None:
+        self._limit, self._record, self._remedy = limit, record, remedy
         self._skipped: dict[int, SkippedSample] = {}
         self._last: dict[int, int] = {}  # by skipped sample, the pass in which it failed last
         self._row: Arrays | None = None  # a good row, with the columns that all rows must have
@@ -138,7 +140,7 @@ class SkippingReader:
         self._skipped[sample] = skipped
         self._record(skipped)
         if len(self._skipped) > self._limit:
-            raise _skip_limit_error(self._limit, error)
+            raise _skip_limit_error(self._limit, error, self._remedy)
 
     def _none_left(self, samples: Rows) -> DataError:
         first = self._skipped[int(samples[0])]
@@ -153,11 +155,11 @@ class _TooManyBadSamples(DataError):
     """The limit of samples that may be skipped was passed."""
 
 
-def _skip_limit_error(limit: int, last: TrainwrightError) -> _TooManyBadSamples:
+def _skip_limit_error(limit: int, last: TrainwrightError, remedy: str) -> _TooManyBadSamples:
     return _TooManyBadSamples(
         f"more than {limit} samples cannot be read, which is the limit; the last: {last.what}",
         where=last.where,
-        remedy="look at quarantine/ in the folder of the run, correct the data, or raise skip_limit",
+        remedy=remedy,
         detail=last.detail,
     )
 

@@ -140,7 +140,7 @@ class BatchLoader:
         salvage: SkippingReader | None = None,
     ) -> None:
         index = index or dataset.index()
-        self._dataset, self._fetcher, self.feeding, self._salvage = dataset, fetcher, feeding, salvage
+        self._fetcher, self.feeding, self._salvage = fetcher, feeding, salvage
         self._row = row
         self._columns = None if columns is None else tuple(columns)
         self.schedule = make_schedule(
@@ -150,7 +150,8 @@ class BatchLoader:
         largest = self.schedule.largest_share(feeding.total)
         self._accumulation = accumulation
         self._fill_rows = -(-largest // accumulation) if static_shapes else None
-        self._reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
+        reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
+        self._rows = TransformedRows(dataset, reader, self._columns, seed=self.schedule.order.seed, salvage=salvage)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
 
     def feed(self, step: int, share: int) -> Feed:
@@ -275,22 +276,51 @@ class BatchLoader:
     def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
         """Transformed rows, each of its pass, and which of them are good; None where all are."""
         good = np.ones(len(samples), dtype=np.bool_)
-        gather = self._reader.gather
-        if self._salvage is not None and isinstance(self._reader, RowReader):
-            gather = self._reader.salvage
 
         def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
-            counters = Counters(seed=self.schedule.order.seed, epoch=number)
-
-            def read(wanted: Rows) -> Arrays:
-                return self._dataset.transform(gather(wanted, number), wanted, counters, self._columns)
-
-            if self._salvage is None:
-                return read(samples[which])
-            columns, good[which] = self._salvage.read(read, samples[which], number)
+            columns, good[which] = self._rows.read(samples[which], number)
             return columns
 
         return apply_by_pass(passes, compute), None if self._salvage is None else good
+
+
+class TransformedRows:
+    """Rows of a data set by number, transformed. For one thread.
+
+    Args:
+        dataset: that they are of.
+        rows: of its source.
+        columns: to return; None for all.
+        seed: of the transforms.
+        salvage: skips rows that cannot be read; without it, they raise an error.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        rows: RowAccess,
+        columns: tuple[str, ...] | None,
+        *,
+        seed: int,
+        salvage: SkippingReader | None,
+    ) -> None:
+        self._dataset, self._columns, self._seed, self._salvage = dataset, columns, seed, salvage
+        self._gather = rows.salvage if salvage is not None and isinstance(rows, RowReader) else rows.gather
+
+    def read(self, samples: Rows, epoch: int = 0) -> tuple[Arrays, npt.NDArray[np.bool_]]:
+        """Return rows of an epoch, and which of them are good; a bad row holds a copy of a good one.
+
+        Raises:
+            DataError, UserCodeError: an error of the data or its transforms.
+        """
+        counters = Counters(seed=self._seed, epoch=epoch)
+
+        def read(wanted: Rows) -> Arrays:
+            return self._dataset.transform(self._gather(wanted, epoch), wanted, counters, self._columns)
+
+        if self._salvage is None:
+            return read(samples), np.ones(len(samples), dtype=np.bool_)
+        return self._salvage.read(read, samples, epoch)
 
 
 def make_schedule(

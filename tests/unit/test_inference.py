@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import trainwright as tw
-from tests.support.torch_engines import Net, one_device, saved
+from tests.support.torch_engines import Net, adam, loss, one_device, saved
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, JobError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, DataError, JobError, UserCodeError
 from trainwright.core.events import Evaluated
 from trainwright.runtime import run_handle
 from trainwright.storage import checkpoints
@@ -80,6 +83,29 @@ def test_the_best_checkpoint_is_the_one_of_the_best_evaluation_that_is_kept(tmp_
     assert checkpoints.find_checkpoint(job(tmp_path).replace(best="error"), "best")[1].step == 10
     with pytest.raises(JobError, match="needs best= in the job"):
         run_handle.load_model(job(tmp_path), "best")
+
+
+def test_an_evaluation_in_this_process_skips_what_training_skips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        if row["id"] in (3, 9):
+            raise ValueError("damaged")
+        return row
+
+    committed(open_store(str(tmp_path)), 10)
+    columns = {"x": np.random.default_rng(0).random((12, 4), np.float32), "y": np.arange(12) % 3, "id": np.arange(12)}
+    damaged = job(tmp_path).replace(optimizer=adam, loss=loss, evaluate=tw.datasets.table(columns).map(fragile))
+    good = {name: np.delete(column, [3, 9], axis=0) for name, column in columns.items()}
+    expected = tw.evaluate(damaged.replace(evaluate=tw.datasets.table(good)), here=True)
+    with pytest.raises(UserCodeError, match="damaged"):
+        tw.evaluate(damaged, here=True)
+    assert tw.evaluate(damaged.replace(on_error="skip"), here=True) == pytest.approx(expected, rel=1e-6)
+    assert "skipped 2 samples of the evaluation set; see quarantine/" in capsys.readouterr().err
+    listed = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "n" / "quarantine").iterdir())])
+    assert listed["sample"].to_pylist() == [3, 9] and set(listed["data"].to_pylist()) == {"evaluate"}
+    with pytest.raises(DataError, match="more than 1 samples cannot be read"):
+        tw.evaluate(damaged.replace(on_error="skip", skip_limit=1), here=True)
 
 
 def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(

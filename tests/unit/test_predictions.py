@@ -22,7 +22,16 @@ from tests.support.prediction_jobs import job as trained_job
 from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
 from trainwright.core.engine import CheckpointManifest as Files
 from trainwright.core.engine import CheckpointRef
-from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
+from trainwright.core.errors import (
+    DataError,
+    HangError,
+    JobError,
+    RunConflict,
+    StorageError,
+    TrainwrightError,
+    UserCodeError,
+    WorkerLost,
+)
 from trainwright.datasets.data_source import Index, RowGroup
 from trainwright.datasets.formats.parquet_writer import tensor_column
 from trainwright.distillation.target_cache import _target_request
@@ -53,7 +62,7 @@ from trainwright.inference.prediction_worker import (
 from trainwright.reporting.progress_bar import RowProgress
 from trainwright.storage.checkpoints import CheckpointWriter, write_manifest
 from trainwright.storage.object_store import open_store
-from trainwright.worker.worker_config import pickle_job
+from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 JOB = {"train": "parquet('/one/place'), data 0123abcd", "model": "net [12345678]", "schedule": "None"}
 MANIFEST = PredictionManifest(
@@ -349,6 +358,39 @@ def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
     assert table["sample"].to_pylist() == list(range(5, 15)) and table["id"].to_pylist() == list(range(50, 150, 10))
     found = table["output"].combine_chunks()
     np.testing.assert_allclose(found.to_numpy_ndarray(), expected, rtol=0, atol=1e-6)
+
+
+def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    if row["id"] in (70, 80):
+        raise ValueError(f"damaged: {row['id']}")
+    return row
+
+
+def test_rows_that_cannot_be_read_have_nulls_where_the_job_skips_them(tmp_path: Path) -> None:
+    plain = order_of(tmp_path, tw.datasets.table(rows()))
+    order = order_of(tmp_path, tw.datasets.table(rows()).map(fragile))
+    skipping = replace(order, job=pickle_job(unpickle_job(order.job).replace(on_error="skip", skip_limit=2)))
+    part = Range(start=5, stop=15)
+    tables = list[pa.Table]()
+    for each in (plain, skipping):
+        *_, last = Predictor(each, order_outputs(each)).compute(part)
+        tables.append(pq.read_table(io.BytesIO(each.folder.get(part.name))))
+        assert isinstance(last, StoredPart) and last.schema == {
+            field.name: str(field.type) for field in tables[0].schema
+        }
+    whole, found = tables
+    good = [0, 1, *range(4, 10)]
+    assert found.schema == whole.schema and found["sample"].to_pylist() == list(range(5, 15))
+    assert found.take(good).equals(whole.take(good))
+    assert all(found[name].take([2, 3]).null_count == 2 for name in ("id", "output"))
+    assert "rows 5 to 14: 2 of 10 cannot be read and have nulls; sample 7: " in last.note and "damaged: 70" in last.note
+
+    with pytest.raises(UserCodeError, match="damaged: 70"):
+        list(Predictor(order, order_outputs(order)).compute(part))
+    strict = replace(order, job=pickle_job(unpickle_job(order.job).replace(on_error="skip", skip_limit=1)))
+    with pytest.raises(DataError, match="more than 1 samples cannot be read") as limit:
+        list(Predictor(strict, order_outputs(strict)).compute(part))
+    assert limit.value.remedy == "correct the data, or raise skip_limit"
 
 
 def test_errors_are_answers_with_rows_and_node(tmp_path: Path) -> None:
