@@ -406,7 +406,7 @@ def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) 
     """Rows of parquet files.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI: `s3://`, `gs://`, `az://`, or another one of pyarrow.fs.
         columns: read only these; by default all.
     """
     return Dataset(source=ParquetSource(path=absolute_path(path), columns=None if columns is None else tuple(columns)))

@@ -36,7 +36,10 @@ _FORMAT = 1  # another one where the same files would give other metadata
 SETTLED_S = {True: 2.0, False: 60.0}  # of local files; of a store, whose clock may differ from ours by as much
 MAX_CACHE_FILES = 64  # cache files that are kept
 _LONGEST_BYTES = 512 << 20
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT")
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+)  # fmt: skip
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, pa.ArrowException)
 _log = logging.getLogger(__name__)
 

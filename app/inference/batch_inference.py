@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from trainwright.core import formatting
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
 from trainwright.datasets.dataset import Dataset, parquet
+from trainwright.datasets.formats.file_system import is_transient
 from trainwright.datasets.sample_order import Lanes
 from trainwright.inference.inference_model import InferenceModel, inference_layout, trained_inference_model
 from trainwright.inference.prediction_worker import (
@@ -244,7 +245,10 @@ def _check_parts(question: PredictionRequest) -> None:
             if found[name] != rows[name]:
                 raise DataError(f"the part has {found[name]} of {rows[name]} rows", where=question.folder.uri_of(name))
     except DataError as error:
-        error.remedy = "delete this file: the same call computes it again, and nothing else"
+        cause = error.__cause__
+        silent = isinstance(cause, OSError) and is_transient(cause)  # the store, which says nothing about the file
+        if not silent and any(name in error.where for name in rows):
+            error.remedy = "delete this file: the same call computes it again, and nothing else"
         raise
 
 

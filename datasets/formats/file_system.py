@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -207,6 +208,11 @@ _OPTION = r"\w+=[^&*?\[/]*(?:://[^&*?\[/]*)?"
 _OPTIONS = re.compile(rf"\?{_OPTION}(?:&{_OPTION})*$")  # of a store, at the end of its address; no wildcard `?`
 
 
+_AZURE_SETTINGS = (  # after AZURE_STORAGE_, as obstore reads them
+    "ACCOUNT_NAME", "ACCOUNT_KEY", "ACCESS_KEY", "SAS_TOKEN", "SAS_KEY", "CLIENT_ID", "CLIENT_SECRET", "TENANT_ID",
+)  # fmt: skip
+
+
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """Make a local path absolute, so that it means the same in a worker; a URI stays as it is.
 
@@ -230,13 +236,62 @@ def resolve_file_system(path: str) -> tuple[pafs.FileSystem, str]:
     address = _OPTIONS.sub("", path)
     base, options = _WILD.split(address, maxsplit=1)[0], path[len(address) :]
     try:
-        system, root = retry_transient(lambda: pafs.FileSystem.from_uri(base + options), path)
+        system, root = retry_transient(lambda: _open_address(base + options), path)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"the address is not understood: {error}", where=path, remedy="use s3, gs or abfs") from error
+        raise DataError(
+            f"the address is not understood: {error}", where=path, remedy="use s3, gs, az or abfs"
+        ) from error
     pattern = address[len(base) :]
     return system, f"{root}/{pattern}" if pattern and base.endswith("/") and not root.endswith("/") else root + pattern
+
+
+def _open_address(address: str) -> tuple[pafs.FileSystem, str]:
+    """Return the file system of a URI, and the path within it. Raises as pyarrow, or DataError."""
+    if not address.startswith("az://"):  # which is an address of obstore, and not of pyarrow
+        system, root = pafs.FileSystem.from_uri(address)
+        return system, root
+    root = address.removeprefix("az://").rstrip("/")
+    if not root or set(root) & set("@?#"):
+        raise ValueError("write az://CONTAINER/PATH; the account comes from AZURE_STORAGE_ACCOUNT_NAME")
+    return _azure_file_system(address), root
+
+
+def _azure_file_system(where: str) -> pafs.FileSystem:
+    """Return Azure with the account that the object store takes from the environment. Raises DataError."""
+    account, *given = (os.environ.get(f"AZURE_STORAGE_{name}", "") for name in _AZURE_SETTINGS)
+    if not account:
+        raise DataError(
+            "no account is set for az://",
+            where=where,
+            remedy="set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, here and on every node",
+        )
+    key, access_key, sas_token, sas_key, *client = given
+    settings = dict[str, str]()
+    if key or access_key:
+        settings["account_key"] = key or access_key
+    elif all(client):
+        settings.update(zip(("client_id", "client_secret", "tenant_id"), client, strict=True))
+    elif sas_token or sas_key:
+        settings["sas_token"] = sas_token or sas_key
+    endpoint = urllib.parse.urlsplit(os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT", ""))
+    if endpoint.netloc:
+        host = endpoint.netloc  # pyarrow puts the account before one that begins with a dot
+        authority = host.removeprefix(account) if host.startswith(f"{account}.") else host
+        settings |= {"blob_storage_authority": authority, "blob_storage_scheme": endpoint.scheme}
+        settings |= {
+            "dfs_storage_authority": authority.replace(".blob.", ".dfs."),
+            "dfs_storage_scheme": endpoint.scheme,
+        }
+    try:
+        return pafs.AzureFileSystem(account, **settings)
+    except (ImportError, TypeError) as error:
+        raise DataError(
+            f"this pyarrow cannot open az:// with {', '.join(settings) or 'default credentials'}: {error}",
+            where=where,
+            remedy="pip install -U pyarrow, or set AZURE_STORAGE_ACCOUNT_KEY",
+        ) from error
 
 
 def glob_base(path: str) -> str:

@@ -6,10 +6,12 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -33,6 +35,8 @@ from trainwright.core.errors import (
     WorkerLost,
 )
 from trainwright.datasets.data_source import Index, RowGroup
+from trainwright.datasets.formats import parquet as parquet_format
+from trainwright.datasets.formats.file_system import retry_transient
 from trainwright.datasets.formats.parquet_writer import tensor_column
 from trainwright.distillation.target_cache import _target_request
 from trainwright.inference.actor_pool import RangeQueue
@@ -40,6 +44,7 @@ from trainwright.inference.batch_inference import MANIFEST as MANIFEST_FILE
 from trainwright.inference.batch_inference import (
     PredictionManifest,
     PredictionRequest,
+    _check_parts,
     default_range_rows,
     missing_ranges,
     prediction_request,
@@ -124,6 +129,43 @@ def test_what_is_missing_is_what_has_no_part() -> None:
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_error_of_a_damaged_part_says_that_it_can_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = (Range(start=0, stop=2), Range(start=2, stop=4))
+    question = PredictionRequest(
+        subject=None, index=None, folder=open_store(str(tmp_path)), manifest=MANIFEST, form=None, ranges=parts,
+        waiting=(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    for part in parts:
+        pq.write_table(pa.table({"sample": range(part.start, part.stop)}), tmp_path / part.name)
+    _check_parts(question)
+
+    def told(question: PredictionRequest = question) -> tuple[str, str]:
+        with pytest.raises(DataError) as caught:
+            _check_parts(question)
+        return caught.value.where, caught.value.remedy
+
+    def unanswered(system: pafs.FileSystem, place: tuple[str, int]) -> Any:
+        def read() -> Any:
+            raise OSError("AWS Error SLOW_DOWN")
+
+        return retry_transient(read, place[0], deadline_s=0.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet_format, "read_footer", unanswered)
+        where, remedy = told()
+        assert parts[0].name in where and "check whether the store is up" in remedy
+    elsewhere = replace(question, folder=SimpleNamespace(uri="ftp3://host/out"))  # type: ignore[arg-type]
+    assert told(elsewhere) == ("ftp3://host/out", "use s3, gs, az or abfs")
+    pq.write_table(pa.table({"sample": [2]}), tmp_path / parts[1].name)
+    where, remedy = told()
+    assert parts[1].name in where and remedy.startswith("delete this file")
+    (tmp_path / parts[1].name).write_bytes(b"torn")
+    where, remedy = told()
+    assert parts[1].name in where and remedy.startswith("delete this file")
 
 
 def test_a_manifest_is_read_back_and_agrees_wherever_the_data_lies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,49 @@ def test_the_options_in_the_address_of_a_store_are_no_wildcard(path: str) -> Non
     for options in ("region=eu-west-9", "endpoint_override=http://minio:9000&scheme=http&region=eu-west-9"):
         system, found = resolve_file_system(f"s3://bucket/{path}?{options}")
         assert system.region == "eu-west-9" and found == f"bucket/{path}".rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, {"account_key": "", "blob_storage_authority": ".blob.core.windows.net"}),
+        ({"ACCESS_KEY": "a2V5"}, {"account_key": "a2V5"}),
+        ({"ACCOUNT_KEY": "a2V5", "SAS_TOKEN": "sig=s"}, {"account_key": "a2V5", "sas_token": ""}),
+        (
+            {"CLIENT_ID": "i", "CLIENT_SECRET": "s", "TENANT_ID": "t"},
+            {"client_id": "i", "client_secret": "s", "tenant_id": "t"},
+        ),
+        ({"SAS_TOKEN": "sig=s", "CLIENT_ID": "i"}, {"sas_token": "sig=s", "client_id": ""}),
+        (
+            {"ENDPOINT": "http://meadow:10000/me"},
+            {"blob_storage_authority": "meadow:10000", "blob_storage_scheme": "http", "dfs_storage_scheme": "http"},
+        ),
+        (
+            {"ENDPOINT": "https://me.blob.core.chinacloudapi.cn"},
+            {
+                "blob_storage_authority": ".blob.core.chinacloudapi.cn",
+                "dfs_storage_authority": ".dfs.core.chinacloudapi.cn",
+            },
+        ),
+    ],
+)
+def test_az_is_opened_with_the_account_of_the_environment(
+    environment: dict[str, str], settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(DataError, match="no account is set for az://") as caught:
+        parquet("az://box/train").index()
+    assert caught.value.where == "az://box/train" and "AZURE_STORAGE_ACCOUNT_NAME" in caught.value.remedy
+    for name, value in {"ACCOUNT_NAME": "me", **environment}.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    for path in ("box/train", "box/train/", "box/y=?/**/[!0]", "box/*.parquet"):
+        system, found = resolve_file_system(f"az://{path}")
+        assert system.type_name == "abfs" and found == path.rstrip("/")
+    _, (given,) = system.__reduce__()
+    assert given["account_name"] == "me" and {name: given[name] for name in settings} == settings
+    with pytest.raises(DataError, match="write az://CONTAINER/PATH"):
+        resolve_file_system("az://box@me/train")
 
 
 @pytest.mark.parametrize(
