@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from trainwright.datasets.formats.tf_data import from_tf
     from trainwright.datasets.formats.user_loaders import from_huggingface, from_torch
     from trainwright.datasets.ops.hash_split import split
-    from trainwright.datasets.ops.weighted_mix import mix
+    from trainwright.datasets.ops.weighted_mix import concat, mix
 
 __all__ = [
-    "Dataset", "arrow", "csv", "decode_image", "from_huggingface", "from_ray", "from_tf", "from_torch", "images",
-    "json_lines", "mix", "parquet", "split", "table", "text", "tfrecord", "webdataset",
+    "Dataset", "arrow", "concat", "csv", "decode_image", "from_huggingface", "from_ray", "from_tf", "from_torch",
+    "images", "json_lines", "mix", "parquet", "split", "table", "text", "tfrecord", "webdataset",
 ]  # fmt: skip
 
 _EXPORTS = {
@@ -32,7 +32,7 @@ _EXPORTS = {
     "formats.tf_data": ("from_tf",),
     "formats.user_loaders": ("from_huggingface", "from_torch"),
     "ops.hash_split": ("split",),
-    "ops.weighted_mix": ("mix",),
+    "ops.weighted_mix": ("concat", "mix"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 

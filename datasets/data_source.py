@@ -53,6 +53,7 @@ class Index:
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
     classes: tuple[str, ...] = ()  # of images in a folder for each class, the names of the classes by label
+    note: str = ""  # for the notes of a plan, after "train= is"; empty for none
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:

@@ -197,8 +197,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
         )
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
-    if note := job.train.source.plan_note:
-        notes.append(f"train= is {note}")
+    notes += [f"train= is {note}" for note in (job.train.source.plan_note, prepared.train.note) if note]
     delivery, why = delivery_of(job.train, job.data.delivery)
     if delivery == "ray_data" and not job.train.streamed:
         notes.append(f"train= is delivered by Ray Data: {why}")

@@ -1,4 +1,4 @@
-"""Mixtures: several data sets as one, by weights that hold in every prefix.
+"""Several data sets as one: mixed, by weights that hold in every prefix, or one after the other.
 
 The part of row i of a mixture follows from a fixed sequence with a short period: each part's rows are due in windows
 as wide as the inverse of its weight, and the row whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainwright.datasets.data_source import (
     Field,
     Index,
     Loader,
+    RowGroup,
     Rows,
     Source,
     even_groups,
@@ -75,6 +76,20 @@ class MixPattern:
         return ranks
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Consecutive:
+    """Parts one after the other; pure."""
+
+    sizes: tuple[int, ...]  # rows of each part
+
+    def at(self, rows: Rows) -> tuple[Rows, Rows]:
+        """As `MixPattern.at`."""
+        sizes = np.array(self.sizes, dtype=np.int64)
+        ends = np.cumsum(sizes)
+        parts = np.searchsorted(ends, rows, side="right")
+        return parts, rows - (ends - sizes)[parts]
+
+
 def pattern_of(weights: Sequence[float]) -> MixPattern:
     """The pattern of the shortest period that has the weights; rounded to 1 in 16,384 where there is none."""
     shares = np.array(weights, dtype=np.float64) / math.fsum(weights)
@@ -115,9 +130,10 @@ def _sequence(counts: tuple[int, ...]) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _MixedIndex(Index):
-    """Index of a mixture, with those of its parts in order."""
+    """Index of several data sets as one, with those of the parts in order."""
 
     parts: tuple[Index, ...]
+    pattern: MixPattern | _Consecutive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +141,14 @@ class _MixedSource(Source):
     """Rows of several named data sets in the order of a pattern. `mix` says what the other fields mean."""
 
     parts: tuple[tuple[str, Dataset], ...]
-    pattern: MixPattern
+    pattern: MixPattern | None  # None for one part after the other
     rows: int | None = None
     seed: int = 0
     tag: bool = False
 
     def describe(self) -> str:
+        if self.pattern is None:
+            return f"concat({', '.join(repr(dataset) for _, dataset in self.parts)})"
         shares = zip(self.parts, self.pattern.counts, strict=True)
         return f"mix({', '.join(f'{count} {name}: {dataset!r}' for (name, dataset), count in shares)})"
 
@@ -141,24 +159,38 @@ class _MixedSource(Source):
     def index(self) -> _MixedIndex:
         """Index every part and compare their columns; with transforms, a row of each is read."""
         parts = tuple(dataset.index() for _, dataset in self.parts)
-        schema = self._schema(parts)
-        rows = self.rows or largest_single_pass(self.pattern, [part.rows for part in parts])
-        shares = np.array(self.pattern.counts) / self.pattern.period
+        schema, sizes = self._schema(parts), tuple(part.rows for part in parts)
+        rows = self.rows or (sum(sizes) if self.pattern is None else largest_single_pass(self.pattern, sizes))
+        counts = sizes if self.pattern is None else self.pattern.counts
+        shares = np.array(counts) / sum(counts)
         row_bytes = int(max(np.dot(shares, [part.row_bytes for part in parts]), 1))
-        pairs = zip(parts, shares, strict=True)
-        in_files = (group.rows / share for part, share in pairs for group in part.groups if group.file)
-        size = max(min(int(max(in_files, default=0)), _GROUP_BYTES // row_bytes), _GROUP_ROWS)
-        settings = (self.pattern.counts, rows, self.seed, self.tag)
+        settings = ("concat",) if self.pattern is None else (self.pattern.counts, rows, self.seed, self.tag)
         return _MixedIndex(
             rows=rows,
-            groups=even_groups("mixture", rows, size),
+            groups=_joined_groups(parts) if self.pattern is None else _mixed_groups(parts, shares, rows, row_bytes),
             schema=schema,
             row_bytes=row_bytes,
             hash=hash_parts(
                 [*settings, *((name, part.hash) for (name, _), part in zip(self.parts, parts, strict=True))]
             ),
+            note="" if self.pattern is None or self.rows is not None else self._left_out(self.pattern, sizes, rows),
             parts=parts,
+            pattern=self.pattern or _Consecutive(sizes=sizes),
         )
+
+    def _left_out(self, pattern: MixPattern, sizes: Sequence[int], rows: int) -> str:
+        """Return a note on the rows that are in no epoch; empty for none."""
+        turns, rest = divmod(rows, pattern.period)
+        taken = turns * np.array(pattern.counts) + np.bincount(pattern.at(np.arange(rest))[0], minlength=len(sizes))
+        left = [
+            f"{size - used:,} of {size:,} rows of {name!r}"
+            for (name, _), size, used in zip(self.parts, sizes, taken.tolist(), strict=True)
+            if used < size
+        ]
+        if not left:
+            return ""
+        whole = max(pattern.position(part, size - 1) for part, size in enumerate(sizes)) + 1
+        return f"a mixture, and {' and '.join(left)} are in no epoch: mix(..., rows={whole}) has each row at least once"
 
     def open(self, index: Index) -> _MixedLoader:
         assert isinstance(index, _MixedIndex), "a mixture is opened with an index of its own"
@@ -167,7 +199,7 @@ class _MixedSource(Source):
     def _schema(self, indexes: tuple[Index, ...]) -> Mapping[str, Field]:
         names = [name for name, _ in self.parts]
         found = [transformed_fields(dataset, index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
-        remedy = "bring the parts to the same columns, types and shapes with .map before mixing"
+        remedy = "bring the parts to the same columns, types and shapes with .map before mixing or joining"
         for name, fields in zip(names, found, strict=True):
             require_same_fields(fields, found[0], repr(names[0]), f"part {name!r} of {self.describe()}", remedy)
         if self.tag and _TAG in found[0]:
@@ -179,8 +211,27 @@ class _MixedSource(Source):
         return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
 
 
+def _mixed_groups(
+    parts: Sequence[Index], shares: npt.NDArray[np.float64], rows: int, row_bytes: int
+) -> tuple[RowGroup, ...]:
+    """Return row groups of a mixture that take about a row group of each part."""
+    pairs = zip(parts, shares, strict=True)
+    in_files = (group.rows / share for part, share in pairs for group in part.groups if group.file)
+    return even_groups("mixture", rows, max(min(int(max(in_files, default=0)), _GROUP_BYTES // row_bytes), _GROUP_ROWS))
+
+
+def _joined_groups(parts: Sequence[Index]) -> tuple[RowGroup, ...]:
+    """Return the row groups of parts that come one after the other."""
+    firsts = np.cumsum([0, *(part.rows for part in parts[:-1])]).tolist()
+    return tuple(
+        replace(group, file=group.file or "concat", first=first + group.first)
+        for first, part in zip(firsts, parts, strict=True)
+        for group in part.groups
+    )
+
+
 class _MixedLoader(Loader):
-    """Gathers the rows of each part and lays them in the mixture's order."""
+    """Gathers the rows of each part and lays them in the order of the whole."""
 
     def __init__(self, source: _MixedSource, index: _MixedIndex) -> None:
         self._source, self._index = source, index
@@ -204,7 +255,7 @@ class _MixedLoader(Loader):
         return self._mixed(self._index.groups[number].first + rows, columns, RowReader.gather_alone)
 
     def _mixed(self, rows: Rows, columns: Sequence[str], gather: Gather) -> Arrays:
-        parts, numbers = self._source.pattern.at(rows)
+        parts, numbers = self._index.pattern.at(rows)
         wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
         result: Arrays = {
             name: np.empty((len(rows), *self._index.schema[name].shape), self._index.schema[name].dtype)
@@ -243,7 +294,7 @@ class _MixedLoader(Loader):
         if found != field:
             raise DataError(
                 f"column {name!r} is {found} here and {field} in the first row",
-                where=f"part {self._source.parts[part][0]!r} of a mixture",
+                where=f"part {self._source.parts[part][0]!r} of {self._source.describe()}",
                 remedy="give every row the same type and shape",
             )
         return array
@@ -259,10 +310,11 @@ def mix(
 ) -> Dataset:
     """Several data sets as one, in which every prefix has each part's weight within one row.
 
-    An epoch takes the first rows of the mixture: what it leaves out of a large part is left out of every epoch. Give
-    `rows` for a longer one; a job's `epoch_samples=` then keeps checkpoints and evaluations as frequent as before.
-    Transforms of the parts are applied here, with randomness counted by (seed, pass over the part, row) and not by the
-    epoch: augmentation that shall differ between epochs belongs in a `.map` of the mixture.
+    An epoch takes the first rows of the mixture: what it leaves out of a large part is left out of every epoch, and a
+    note of the plan says how many rows. Give `rows` for a longer one; a job's `epoch_samples=` then keeps checkpoints
+    and evaluations as frequent as before. Transforms of the parts are applied here, with randomness counted by (seed,
+    pass over the part, row) and not by the epoch: augmentation that shall differ between epochs belongs in a `.map` of
+    the mixture.
 
     Args:
         parts: data sets by name, of the same columns after their transforms.
@@ -275,25 +327,44 @@ def mix(
     Raises:
         DataError: weights that are missing, unknown or not positive, or a part with a transform that runs on Ray Data.
     """
-    _check(parts, rows)
+    if rows is not None and rows < 1:
+        raise DataError(f"rows={rows} is not a length of an epoch", remedy="give 1 or more, or leave it out")
+    _check("mix", parts)
     given = dict.fromkeys(parts, 1.0) if weights is None else dict(weights)
     _check_weights(parts, given)
     pattern = pattern_of([given[name] for name in parts])
     return Dataset(source=_MixedSource(parts=tuple(parts.items()), pattern=pattern, rows=rows, seed=seed, tag=tag))
 
 
-def _check(parts: Mapping[str, Dataset], rows: int | None) -> None:
+def concat(*parts: Dataset) -> Dataset:
+    """Several data sets as one: the rows of the first, then those of the second, and so on.
+
+    Such as all folds but one, or data that is in several places. `shuffle` of the job shuffles all rows together.
+    Transforms of the parts are applied here, with randomness counted by row and not by epoch: augmentation that shall
+    differ between epochs belongs in a `.map` of the whole.
+
+    Args:
+        parts: data sets of the same columns after their transforms.
+
+    Raises:
+        DataError: no parts, one without rows by number, or one with a transform that runs on Ray Data.
+    """
+    named = {str(number): part for number, part in enumerate(parts)}
+    _check("concat", named)
+    return Dataset(source=_MixedSource(parts=tuple(named.items()), pattern=None))
+
+
+def _check(word: str, parts: Mapping[str, Dataset]) -> None:
+    """Raise DataError for parts that cannot be read by number here."""
     if not parts:
-        raise DataError("there is nothing to mix", remedy="give at least one data set")
-    if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is not a length of an epoch", remedy="give 1 or more, or leave it out")
+        raise DataError(f"there is nothing to {word}", remedy="give at least one data set")
     for name, dataset in parts.items():
-        dataset.need_rows_by_number("mix")
+        dataset.need_rows_by_number(word)
         if dataset.heavy:
             raise DataError(
-                "a part of a mixture has a transform that runs on Ray Data",
+                f"{word} has a part with a transform that runs on Ray Data",
                 where=f"part {name!r}: {dataset!r}",
-                remedy="mix first and call .map_batches(f, cpus=...) on the mixture, or write the part as parquet once",
+                remedy=f"{word} first and call .map_batches(f, cpus=...) on all, or write the part as parquet once",
             )
 
 

@@ -68,6 +68,7 @@ class _ZippedSource(Source):
             schema={**base.schema, **named},
             row_bytes=base.row_bytes + other.row_bytes,
             hash=hash_parts([base.hash, "beside", other.hash]),
+            note=base.note,
             sides=(base, other),
             places=places,
         )

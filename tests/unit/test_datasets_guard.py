@@ -81,6 +81,7 @@ def test_public_names_are_these() -> None:
     names = [
         "Dataset",
         "arrow",
+        "concat",
         "csv",
         "decode_image",
         "from_huggingface",

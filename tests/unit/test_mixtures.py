@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import pickle
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import prediction_jobs
+from trainwright.core.cluster import Cluster
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
-from trainwright.datasets import mix, table
+from trainwright.datasets import concat, mix, parquet, split, table
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.datasets.ops.weighted_mix import MixPattern, largest_single_pass, pattern_of
+from trainwright.planning.job_preparation import plan_for, prepare
 
+SIZES = {"a": 50, "b": 20}
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=6).map(tuple)
 
 
@@ -168,9 +175,63 @@ def test_wrong_mixtures_are_refused(arguments: dict[str, Any], message: str) -> 
     ],
 )
 def test_parts_of_different_columns_are_refused(other: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message.replace("'a'", "'0'")):
+        concat(numbers(0, 3), other).index()
     with pytest.raises(DataError, match=message) as caught:
         mix({"a": numbers(0, 3), "b": other}).index()
     assert "before mixing" in caught.value.remedy and "part 'b'" in caught.value.where
+
+
+def test_rows_that_are_in_no_epoch_are_noted(tmp_path: Path) -> None:
+    parts = {"a": numbers(0, 5000), "b": numbers(10_000, 2001)}
+    data = mix(parts)
+    note = "a mixture, and 2,998 of 5,000 rows of 'a' are in no epoch: mix(..., rows=9999) has each row at least once"
+    assert data.index().note == note and data.index().rows == 4003
+    read = mix(parts, rows=9999)
+    assert read.index().note == "" and set(read.read(read.index(), range(9999))["x"]) >= set(range(5000))
+    assert mix({"a": numbers(0, 30), "b": numbers(0, 10)}, {"a": 3, "b": 1}).index().note == ""
+    beside = data.beside(table({"sample": np.arange(4003), "t": np.zeros(4003)}))
+    assert beside.index().note == note
+    assert (
+        "3,999 of 5,000 rows of 'a' and 1,000 of 2,001 rows of 'b' are"
+        in mix({**parts, "c": numbers(0, 1000)}).index().note
+    )
+    few = {
+        name: table({"x": np.zeros((size, 4), np.float32), "y": np.arange(size) % 3}) for name, size in SIZES.items()
+    }
+    job = prediction_jobs.job(tmp_path, train=mix(few), workers=1)
+    notes = plan_for(prepare(job), Cluster.parse("1x2xCPU")).chosen.notes
+    assert any("train= is a mixture, and 29 of 50 rows of 'a' are in no epoch" in each for each in notes), notes
+
+
+def increased(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"x": row["x"] + 1}
+
+
+def test_data_sets_one_after_the_other(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 700)):
+        pq.write_table(pa.table({"x": np.arange(first, first + 700)}), tmp_path / f"{name}.parquet", row_group_size=90)
+    folds = split(parquet(tmp_path), {"0": 0.4, "1": 0.3, "2": 0.3})
+    data = concat(folds["0"], numbers(5000, 7).map(increased), folds["2"])
+    index = pickle.loads(pickle.dumps(data.index()))
+    sides = {name: part.read(part.index(), range(part.index().rows))["x"].tolist() for name, part in folds.items()}
+    expected = np.array([*sides["0"], *range(5001, 5008), *sides["2"]])
+    assert index.rows == len(expected) and index.note == ""
+    assert [group.first for group in index.groups] == list(index.firsts) and len(index.groups) > 16
+    rows = np.random.default_rng(0).permutation(index.rows)
+    assert pickle.loads(pickle.dumps(data)).read(index, rows)["x"].tolist() == expected[rows].tolist()
+    stream = BatchLoader(data, batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), seed=3)
+    with stream.feeds(5) as feeds:  # as a run that resumes
+        late = [x for feed in feeds for x in feed.parts[0][0].columns["x"].tolist()]
+    with stream.feeds(0) as feeds:
+        whole = [x for feed in feeds for x in feed.parts[0][0].columns["x"].tolist()]
+    assert sorted(whole) == sorted(expected.tolist()) and whole != expected.tolist() and whole[250:] == late
+    assert concat(folds["2"], folds["0"]).index().hash != concat(folds["0"], folds["2"]).index().hash
+    assert data.map(lambda row, rng: {"y": -row["x"]}).read(index, [3])["y"].tolist() == [-expected[3]]
+    assert repr(concat(folds["0"])).startswith("concat(split(parquet(")
+    for wrong, message in (((), "nothing to concat"), ((numbers(0, 3).map_batches(dict, cpus=1),), "runs on Ray Data")):
+        with pytest.raises(DataError, match=message):
+            concat(*wrong)
 
 
 def test_a_column_of_the_tags_name_is_refused() -> None:
