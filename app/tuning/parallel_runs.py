@@ -20,6 +20,7 @@ from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import PlainTextDisplay, RunProgress
 from trainwright.runtime.run_handle import Run, stop_on_signals
 from trainwright.runtime.run_listeners import create_controller
+from trainwright.tracking.experiment_trackers import check_trackers
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -60,11 +61,13 @@ def train_in_parallel(
 
     Raises:
         Stopped: a signal came; the runs have taken a checkpoint.
-        TrainwrightError: a run could not start, or failed; the others were stopped after a checkpoint.
+        TrainwrightError: a run could not start, or failed; the others were stopped after a checkpoint. A tracker of a
+            job cannot be used: nothing was started.
     """
     jobs = list(jobs)
     if not jobs:
         return
+    check_trackers({id(tracker): tracker for job in jobs for tracker in job.trackers}.values())
     connect(verbose)
     waiting = _unfinished(jobs, resume, fresh)
     if not waiting:

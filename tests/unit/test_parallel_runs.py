@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from trainwright.core.cluster import Cluster
-from trainwright.core.errors import ResourceError, WorkerLost
-from trainwright.tuning.parallel_runs import ParallelRuns, split_cluster
+from trainwright.core.errors import JobError, ResourceError, WorkerLost
+from trainwright.tuning import parallel_runs
+from trainwright.tuning.parallel_runs import ParallelRuns, split_cluster, train_in_parallel
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ class Wanted:
     workers: int | None = None
     min_workers: int | None = None
     strategy: str | None = None
+    trackers: tuple[Any, ...] = ()
 
     @property
     def job(self) -> Wanted:
@@ -131,6 +133,31 @@ class Plays(ParallelRuns):
     @property
     def runs(self) -> list[Any]:
         return list(self._running)
+
+
+class Checked:
+    """A tracker without its package."""
+
+    def __init__(self, missing: bool = False) -> None:
+        self.missing, self.checks = missing, 0
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.missing:
+            raise JobError(["the package is missing"])
+
+
+def test_the_trackers_of_all_runs_are_checked_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[str]()
+    monkeypatch.setattr(parallel_runs, "connect", lambda verbose: started.append("cluster"))
+    monkeypatch.setattr(parallel_runs, "_unfinished", lambda jobs, *_: started.extend(job.name for job in jobs))
+    shared, missing = Checked(), Checked(missing=True)
+    jobs = [Wanted("a", trackers=(shared,)), Wanted("b", trackers=(shared,))]
+    train_in_parallel(jobs, what="runs")  # type: ignore[arg-type]
+    assert started == ["cluster", "a", "b"] and shared.checks == 1
+    with pytest.raises(JobError, match="the package is missing"):
+        train_in_parallel([*jobs, Wanted("c", trackers=(missing,))], what="runs")  # type: ignore[arg-type, list-item]
+    assert started == ["cluster", "a", "b"] and missing.checks == 1
 
 
 def test_who_has_no_share_waits_for_one() -> None:
