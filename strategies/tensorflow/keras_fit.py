@@ -111,7 +111,9 @@ class CompiledModel:
             with strategy.scope():
                 self.optimizer.build(self.model.trainable_variables)
         used: list[tf.Variable] = []
+        self._targets_by_name = False
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
+            self._targets_by_name = len(spec.targets) > 1 and self._names_outputs(spec.sample())
             sample = sample_rows(self.model, spec.sample(), plan)
             given = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
             with states_reset(self.model), TensorFlowUserCode("the model", caller.where):
@@ -141,6 +143,25 @@ class CompiledModel:
     def optimizer(self) -> Any:
         """The optimizer that the model was compiled with."""
         return self.model.optimizer
+
+    def _names_outputs(self, row: Batch) -> bool:
+        """Return whether the outputs are a dict. Keras would match a tuple of targets with its keys in sorted order.
+
+        Raises JobError if a target does not have the name of an output.
+        """
+        given, *_ = keras.utils.unpack_x_y_sample_weight(self.data(row, training=False))
+        with self.strategy.scope(), TensorFlowUserCode("the model", self.caller.where):
+            outputs = self.model(given, training=False)
+        if not isinstance(outputs, dict):
+            return False
+        if not set(self.spec.targets) <= set(outputs):
+            names = ", ".join(map(repr, outputs))
+            problem = (
+                f"the model's outputs are a dict with the keys {names}, and targets= are the columns "
+                f"{', '.join(map(repr, self.spec.targets))}: give each column the name of its output"
+            )
+            raise JobError([problem], where=self.caller.where)
+        return True
 
     def _check_mask(self, row: Batch) -> None:
         """Raise JobError if several devices would each divide by their own number of unmasked steps."""
@@ -248,7 +269,9 @@ class CompiledModel:
             given = dict(zip(spec.keywords, given, strict=True))
         elif len(given) == 1:
             given = given[0]
-        targets = self.caller.targets(columns) if spec.targets else None
+        targets: Any = self.caller.targets(columns) if spec.targets else None
+        if self._targets_by_name:
+            targets = dict(zip(spec.targets, targets, strict=True))
         return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:

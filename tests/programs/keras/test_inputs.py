@@ -112,3 +112,30 @@ def test_columns_may_be_slices_of_an_array() -> None:
 def test_a_job_without_loss_and_optimizer_is_told_of_fit() -> None:
     with pytest.raises(JobError, match='compiled Keras model, run="fit" trains it'):
         job(model=functional, inputs=("a", "b"), loss=None, optimizer=None)
+
+
+# --- outputs in a dict ------------------------------------------------------------------------------------------------
+
+
+def of_two() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, {"price": layers.Dense(1)(inputs), "cls": layers.Dense(1)(inputs)})
+    model.compile(keras.optimizers.SGD(0.1), loss={"price": "mse", "cls": "mae"})
+    return model
+
+
+@pytest.mark.parametrize("targets", [("price", "cls"), ("cls", "price")])
+def test_targets_of_outputs_in_a_dict_go_by_their_names(targets: Any) -> None:
+    columns = {"price": 10 + LABELS, "cls": LABELS}
+    data = tw.datasets.table({"a": PARTS["a"], **columns})
+    trained = train(job(model=of_two, inputs="a", train=data, targets=targets, run="fit", loss=None, optimizer=None))
+    history = of_two().fit(PARTS["a"], columns, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+    assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(history["loss"], rel=1e-6)
+
+
+def test_targets_with_other_names_than_outputs_in_a_dict_are_refused() -> None:
+    data = tw.datasets.table({"a": PARTS["a"], "y": LABELS, "cls": LABELS})
+    given = job(model=of_two, inputs="a", train=data, targets=("y", "cls"), run="fit", loss=None, optimizer=None)
+    with pytest.raises(JobError, match="keys 'price', 'cls', and targets= are the columns 'y', 'cls': give each"):
+        train(given)
