@@ -61,6 +61,11 @@ def is_keras_function(function: Any) -> bool:
     return any(isinstance(home, str) and home.startswith(_KERAS_MODULES) for home in homes)
 
 
+def is_keras_class(kind: type) -> bool:
+    """Return whether a class is Keras' own, and not one that a user derived from it."""
+    return kind.__module__.partition(".")[0] == "keras"
+
+
 def has_sum_reduction(function: Any) -> bool:
     """Return whether it is a loss object of Keras' whose value for a batch is a sum."""
     return is_keras_function(function) and getattr(function, "reduction", None) == "sum"

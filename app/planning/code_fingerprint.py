@@ -208,7 +208,9 @@ class CodeFingerprints:
         if hasattr(kind, "__array__"):
             return f"{name} {_array(value, lambda items: self._encode(items, refs, above))}"
         if bases & _KERAS:
-            return f"{name} {self._encode(_keras_config(value), refs, above)}"
+            config = _keras_config(value)
+            more = _lost_by_config(value, config or {}) if _is_user_class(kind) else {}
+            return f"{name} {self._encode(config, refs, above)}{self._encode(more, refs, above) if more else ''}"
         state = dict(_state(value))
         if isinstance(state.get("_modules"), dict):  # of a torch module, which calls them in this order
             state["_modules"] = list(state["_modules"].items())
@@ -508,6 +510,14 @@ def _keras_config(value: Any) -> Any:
         return value.get_config()
     except Exception:  # a model's own class need not have one
         return None
+
+
+def _lost_by_config(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a Keras loss of a user's class that its configuration does not have."""
+    if "Loss" not in {base.__name__ for base in type(value).__mro__}:
+        return {}
+    known = {*config, "dtype", "dtype_policy"}
+    return {name: item for name, item in _state(value) if name.lstrip("_") not in known}
 
 
 def _array(value: Any, encode: Callable[[Any], str]) -> str:

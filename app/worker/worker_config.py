@@ -38,6 +38,8 @@ def pickle_job(job: Job) -> bytes:
     """
     try:
         return dumps((_ModuleSources(_origin(), _sources(job)), job))
+    except JobError:
+        raise
     except Exception as error:
         problem = f"the job cannot be sent to the workers: {error}; make such objects inside model= or step="
         raise JobError([problem]) from error

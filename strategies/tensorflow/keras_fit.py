@@ -26,6 +26,7 @@ from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepR
 from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.loss_api import log_name_problem, takes_targets_first
+from trainwright.core.metric_states import metric_config
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
@@ -730,7 +731,7 @@ def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:
     """Return a Keras metric with variables of the strategy, or the mean of a function's values."""
     metric = caller.spec.metrics[name]
     if isinstance(metric, keras.metrics.Metric):
-        return type(metric).from_config({**metric.get_config(), "name": name})
+        return type(metric).from_config({**metric_config(metric), "name": name})
     return keras.metrics.MeanMetricWrapper(partial(_values, caller, name), name=name)
 
 

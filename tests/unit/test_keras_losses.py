@@ -13,6 +13,9 @@ import tensorflow as tf
 
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.metric_states import MetricState
+from trainwright.core.pickling import dumps, loads
+from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 ROWS, STEPS, CLASSES, WORDS = 12, 5, 3, 7
@@ -213,3 +216,71 @@ def test_outputs_and_targets_that_broadcast_to_all_pairs_are_refused(function: A
 @pytest.mark.parametrize("function", [own_column, no_targets])
 def test_functions_that_look_at_one_sample_at_a_time_are_let_be(function: Any) -> None:
     assert len(ours(binary(), X, YES[:, 0], function)) == 1
+
+
+# --- objects of a user's classes, which are made again in other processes ---------------------------------------------
+
+
+class Focal(losses.Loss):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, gamma: float = 2.0, **given: Any) -> None:
+        super().__init__(**given)
+        self.gamma = gamma
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return focal(y_true, y_pred, self.gamma)
+
+
+class Bare(Focal):
+    def __init__(self, gamma: float) -> None:
+        super().__init__(gamma, reduction="sum")
+
+
+class Above(metrics.Metric):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, limit: float = 0.5, **given: Any) -> None:
+        super().__init__(**given)
+        self._limit, self.seen = limit, self.add_variable((), "zeros", name="seen")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen.assign_add(tf.reduce_sum(tf.cast(y_pred > self._limit, tf.float32)))
+
+    def result(self) -> Any:
+        return self.seen
+
+
+class Named(Above):
+    def __init__(self) -> None:
+        super().__init__(name="above")
+
+
+class Score(metrics.F1Score):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+
+
+class Complete(Above):
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "limit": self._limit}
+
+
+@pytest.mark.parametrize("loss", [Focal(4.0), Bare(4.0)])
+def test_a_loss_of_a_users_class_keeps_its_arguments(loss: Focal) -> None:
+    again = loads(dumps(loss))
+    assert vars(again).keys() == vars(loss).keys()
+    assert (type(again), again.gamma, again.reduction) == (type(loss), 4.0, loss.reduction)
+    assert float(again(YES, 0.4 * YES + 0.2)) == float(loss(YES, 0.4 * YES + 0.2))
+    digests = {CodeFingerprints().digest(type(loss)(gamma)) for gamma in (2.0, 4.0)}
+    assert len(digests) == 2
+
+
+def test_a_metric_that_cannot_be_made_again_is_refused() -> None:
+    used = Score(threshold=0.5)
+    used.update_state(YES, YES)
+    for made in (Above(), Complete(0.9), used, metrics.AUC(num_thresholds=7)):
+        again = loads(dumps(made))
+        assert type(again) is type(made) and again.get_config() == made.get_config()
+        MetricState("above", made)
+    for metric, said in ((Above(0.9), "Above: .* would lose 'limit': return it from get_config"), (Named(), "kwargs")):
+        with pytest.raises(JobError, match=said):
+            dumps(metric)
+        with pytest.raises(JobError, match=said):
+            MetricState("above", metric)

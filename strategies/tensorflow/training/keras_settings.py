@@ -5,6 +5,7 @@ This module does not import TensorFlow: Keras may run on torch.
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import sys
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import cloudpickle
 import keras
 
+from trainwright.core.loss_api import is_keras_class
+from trainwright.core.metric_states import metric_config
 from trainwright.core.pickling import is_user_module
 
 _OWN = {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last", "policy": "float32"}
@@ -51,14 +54,25 @@ def reduced(item: Any) -> tuple[Any, ...] | None:
     """Return how to pickle a Keras object, with the objects that its configuration names; None for others.
 
     Keras pickles layers, models, metrics and the like by their configuration, in which functions and classes are names.
+    A user's loss is pickled by its attributes: its configuration may leave out arguments of its constructor.
+
+    Raises:
+        JobError: the configuration of a user's metric leaves out arguments of its constructor.
     """
-    if getattr(type(item), "__reduce__", None) is not keras.layers.Layer.__reduce__ or "tensorflow" not in sys.modules:
+    if getattr(type(item), "__reduce__", None) is not keras.layers.Layer.__reduce__:
+        return None
+    if isinstance(item, keras.losses.Loss) and not is_keras_class(type(item)):
+        return copyreg.__newobj__, (type(item),), item.__getstate__()  # type: ignore[attr-defined]  # typeshed has none
+    if "tensorflow" not in sys.modules:
         return None
     from trainwright.strategies.tensorflow.tensorflow_compat import serialized_names
 
     with serialized_names() as names:
         restore, arguments = item.__reduce__()
     own = {name: part for name, part in names.items() if part.__module__.partition(".")[0] not in _FOREIGN}
+    if isinstance(item, keras.metrics.Metric):
+        with keras.saving.custom_object_scope(own):
+            metric_config(item)
     return _restored, (own, restore, arguments)
 
 
