@@ -23,11 +23,10 @@ from trainwright.core.model_profile import ModelProfile
 
 
 _KERAS_MODULES = ("keras.src.losses", "keras.src.metrics")
-_TARGET_NAMES = frozenset({"y_true", "true", "truth", "ground_truth", "label", "labels", "target", "targets"})
+_TARGET_NAMES = frozenset({"y_true", "true", "truth", "ground_truth", "actual", "label", "labels", "target", "targets"})
 _PREDICTION_NAMES = frozenset({"y_pred", "y_hat"})  # of outputs alone; targets can be a teacher's logits or predictions
-_OUTPUT_NAMES = _PREDICTION_NAMES | frozenset(
-    {"pred", "preds", "predicted", "prediction", "predictions", "logits", "output", "outputs"}
-)
+_LIKELY_NAMES = frozenset({"pred", "preds", "predicted", "prediction", "predictions"})
+_OUTPUT_NAMES = _PREDICTION_NAMES | _LIKELY_NAMES | frozenset({"logits", "output", "outputs"})
 
 
 def takes_targets_first(function: Callable[..., Any]) -> bool:
@@ -35,7 +34,7 @@ def takes_targets_first(function: Callable[..., Any]) -> bool:
 
     Losses, metrics and functions of `keras.losses` and `keras.metrics` do, and classes derived from them. Any other
     function does where its parameters, those of `forward` of a module of torch, say so: the first is called `y_true`,
-    `true`, `truth`, `ground_truth`, `label(s)` or `target(s)`, the second `y_pred` or `y_hat`, or the
+    `true`, `truth`, `ground_truth`, `actual`, `label(s)` or `target(s)`, the second `y_pred` or `y_hat`, or the
     first `y` and the second `pred(s)`, `prediction(s)`, `logits` or `output(s)`. The rest take (outputs, targets).
     """
     while isinstance(function, functools.partial):
@@ -73,11 +72,33 @@ def has_sum_reduction(function: Any) -> bool:
 
 def _names_targets_first(function: Callable[..., Any]) -> bool:
     """Return whether the names of the first two parameters put the targets first."""
+    first, second = _first_names(function)
+    targets_first = first in _TARGET_NAMES or second in _PREDICTION_NAMES or (first == "y" and second in _OUTPUT_NAMES)
+    return targets_first and first not in _OUTPUT_NAMES and second not in _TARGET_NAMES
+
+
+def order_problem(what: str, function: Callable[..., Any]) -> str:
+    """Return why the order of a Keras model's loss or metric is not known; empty where it is.
+
+    Args:
+        what: name of the function in the job.
+        function: a loss or metric.
+    """
+    if takes_targets_first(function):
+        return ""
+    first, second = _first_names(function)
+    if second not in _LIKELY_NAMES or first in _OUTPUT_NAMES:
+        return ""
+    problem = f"{what} takes ({first}, {second}), which may be in Keras' order"
+    return f"{problem}: call them (y_true, y_pred), or (outputs, targets)"
+
+
+def _first_names(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return the names of the first two positional parameters, each empty where there is none."""
     parameters = _parameters(function).values()
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
     first, second = [*names, "", ""][:2]
-    targets_first = first in _TARGET_NAMES or second in _PREDICTION_NAMES or (first == "y" and second in _OUTPUT_NAMES)
-    return targets_first and first not in _OUTPUT_NAMES and second not in _TARGET_NAMES
+    return first, second
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

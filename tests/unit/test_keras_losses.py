@@ -284,3 +284,21 @@ def test_a_metric_that_cannot_be_made_again_is_refused() -> None:
             dumps(metric)
         with pytest.raises(JobError, match=said):
             MetricState("above", metric)
+
+
+def actual_first(actual: Any, predicted: Any) -> Any:
+    return squared(actual, predicted) * tf.cast(actual > predicted, tf.float32)
+
+
+def unknown(x: Any, predicted: Any) -> Any:
+    return actual_first(x, predicted)
+
+
+def test_names_that_leave_the_order_open_are_refused() -> None:
+    expected = by_keras(binary(), X, YES, actual_first)
+    assert ours(binary(), X, YES, actual_first) == pytest.approx(expected, rel=1e-6)
+    for named in ({"loss": unknown}, {"loss": squared, "metric": unknown}):
+        with pytest.raises(
+            JobError, match=r"takes \(x, predicted\).* call them \(y_true, y_pred\), or \(outputs, targ"
+        ):
+            ours(binary(), X, YES, **named)

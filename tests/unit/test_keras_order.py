@@ -19,6 +19,10 @@ def in_words(labels: Any, scores: Any, weight: float = 1.0) -> Any:
     return labels, scores
 
 
+def in_statistics(actual: Any, predicted: Any) -> Any:
+    return actual, predicted
+
+
 def by_the_second(y: Any, y_pred: Any) -> Any:
     return y, y_pred
 
@@ -85,8 +89,8 @@ class Derived(OfKeras):
 
 
 FIRST = [
-    as_keras, in_words, by_the_second, by_both, functools.partial(in_words, weight=2.0), Focal(), Module(), OfKeras(),
-    Derived(),
+    as_keras, in_words, in_statistics, by_the_second, by_both, functools.partial(in_words, weight=2.0), Focal(),
+    Module(), OfKeras(), Derived(),
 ]  # fmt: skip
 LAST = [
     documented, swapped, of_torch, open_ended, distilled, reconstruction, lambda o, t: (o, t),

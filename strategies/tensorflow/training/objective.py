@@ -26,7 +26,14 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.loss_api import is_keras_function, log_name_problem, log_with, refuse_log, takes_targets_first
+from trainwright.core.loss_api import (
+    is_keras_function,
+    log_name_problem,
+    log_with,
+    order_problem,
+    refuse_log,
+    takes_targets_first,
+)
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric
 from trainwright.strategies.tensorflow.tensorflow_compat import (
@@ -161,6 +168,8 @@ class KerasCaller:
 
     def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """Return the result of a loss or metric: values, or Terms. Raises JobError, UserCodeError."""
+        if problem := order_problem(what, function):
+            raise self._wrong(problem)
         with TensorFlowUserCode(what, self.where), log_with(refuse_log):
             result = apply_function(function, outputs, targets, metric=metric)
         _check_broadcast(what, function, outputs, targets, result, self.where)
