@@ -69,6 +69,15 @@ class Batch:
         return Batch(columns=columns, weights=self.weights[real], samples=self.samples[real])
 
 
+def repeat_row(batch: Batch, rows: int) -> Batch:
+    """Return so many copies of the first row of a batch, as a batch."""
+    return Batch(
+        columns={name: np.repeat(column[:1], rows, axis=0) for name, column in batch.columns.items()},
+        weights=np.ones(rows),
+        samples=np.repeat(batch.samples[:1], rows),
+    )
+
+
 def copy_objects(columns: Columns) -> dict[str, npt.NDArray[Any]]:
     """Copy the objects in columns, since a function may change them in place and the reader may give them again.
 

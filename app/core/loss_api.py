@@ -14,10 +14,16 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import ModelProfile
+
+BATCH_LOSS = "batch_loss"  # in a job's inexact=: the loss may depend on how the batch is divided
+
 
 # --- The order in which a loss or metric takes its arguments ----------------------------------------------------------
 
@@ -115,6 +121,52 @@ def _called(function: Any) -> Any:
         function = getattr(function, name, function)
     call = getattr(function, "__call__", None)  # noqa: B004
     return call if inspect.ismethod(call) else function
+
+
+# --- Metrics that are made again --------------------------------------------------------------------------------------
+
+
+_BUILT = ("_built", "_variables")  # attributes of Keras' metrics that the first update sets
+
+
+def metric_config(metric: Any) -> dict[str, Any]:
+    """Return the configuration from which a metric of Keras is made again.
+
+    Raises:
+        JobError: a metric of the user's class cannot be made from it, or not with the same attributes.
+    """
+    config: dict[str, Any] = metric.get_config()
+    kind = type(metric)
+    if is_keras_class(kind):
+        return config
+    what = f"metric class {kind.__qualname__}: each worker makes the metric again from its get_config()"
+    remedy = "return the arguments of __init__() from get_config(), and pass **kwargs to super().__init__()"
+    try:
+        again = kind.from_config(config)
+    except TypeError as error:
+        raise JobError([f"{what}, which raised TypeError: {error}: {remedy}"]) from error
+    made = vars(again)  # one that was updated has more attributes
+    for name, value in vars(metric).items():
+        if name in made and name not in _BUILT and not _is_same(value, made[name]):
+            argument = name.lstrip("_")
+            raise JobError([f"{what}, and would lose {argument!r}: return it from get_config()"])
+    return config
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two attributes are equal; also where that cannot be known, such as for variables."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, FunctionType):
+        cells = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (value, other)]
+        return value.__code__ is other.__code__ and _is_same(*cells)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, other, equal_nan=value.dtype.kind in "fc")
+    return value == other if isinstance(value, bool | int | float | complex | str | bytes) else True
 
 
 # --- The number of the step -------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,10 @@ import numpy.typing as npt
 
 from trainwright.core.data import MetricSums
 from trainwright.core.errors import JobError, user_code
-from trainwright.core.loss_api import is_keras_class, is_keras_function, outputs_first
+from trainwright.core.loss_api import is_keras_function, metric_config, outputs_first
 
 _REMEDY = "correct the metric"
 _PROTOCOL = "give a class, or a function without arguments, whose objects have update(outputs, targets), compute()"
-_BUILT = ("_built", "_variables")  # attributes of Keras' metrics that the first update sets
 _SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": lambda one, other: one + other,
     "dim_zero_max": lambda one, other: one.maximum(other),
@@ -67,46 +65,6 @@ def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def metric_config(metric: Any) -> dict[str, Any]:
-    """Return the configuration from which a metric of Keras is made again.
-
-    Raises:
-        JobError: a metric of the user's class cannot be made from it, or not with the same attributes.
-    """
-    config: dict[str, Any] = metric.get_config()
-    kind = type(metric)
-    if is_keras_class(kind):
-        return config
-    what = f"metric class {kind.__qualname__}: each worker makes the metric again from its get_config()"
-    remedy = "return the arguments of __init__() from get_config(), and pass **kwargs to super().__init__()"
-    try:
-        again = kind.from_config(config)
-    except TypeError as error:
-        raise JobError([f"{what}, which raised TypeError: {error}: {remedy}"]) from error
-    made = vars(again)  # one that was updated has more attributes
-    for name, value in vars(metric).items():
-        if name in made and name not in _BUILT and not _is_same(value, made[name]):
-            argument = name.lstrip("_")
-            raise JobError([f"{what}, and would lose {argument!r}: return it from get_config()"])
-    return config
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two attributes are equal; also where that cannot be known, such as for variables."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, FunctionType):
-        cells = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (value, other)]
-        return value.__code__ is other.__code__ and _is_same(*cells)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
-    if isinstance(value, np.ndarray):
-        return np.array_equal(value, other, equal_nan=value.dtype.kind in "fc")
-    return value == other if isinstance(value, bool | int | float | complex | str | bytes) else True
 
 
 class MetricState:

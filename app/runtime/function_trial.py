@@ -544,10 +544,11 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
         job.checkpointing.check_goals(found.totals)
     if framework == "tensorflow":
         try:
-            engine.warm(replace(feed, total=layout[0]))
+            engine.warm(replace(feed, total=math.prod(layout)))
         except JobError as error:
             return PreflightResult(divided=error)
-    if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
+        return PreflightResult()
+    if time.process_time() - began_s > _DIVIDED_S:
         return PreflightResult()
     return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))
 

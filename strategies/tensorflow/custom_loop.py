@@ -8,8 +8,8 @@ adds the gradients of all replicas, so that a step divides its sum by the rows o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.tensorflow_compat import replaced, to_graph_code
+from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced, to_graph_code
+from trainwright.strategies.tensorflow.training.divided_losses import (
+    LossValues,
+    check_losses,
+    gradients_recorded,
+    variables_kept,
+)
 from trainwright.strategies.tensorflow.training.train_state import inner_optimizer, seed_generators
 
 _PARTS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
@@ -160,28 +166,68 @@ class CustomLoop(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _measured(self, step: str, data: Any, share: float) -> tuple[dict[str, npt.NDArray[Any]], bool]:
         """Return gradients, logs and new states of metrics of a step; and whether it draws random numbers."""
-        seeds = [generator.state for generator in seed_generators(self)]
-        parts = [*tf.train.TrackableView(self).descendants(), *self.metrics_variables, *seeds]
-        held = [part.value if isinstance(part, keras.Variable) else part for part in parts]
-        variables = [each for each in held if isinstance(each, tf.Variable)]
-        before, own, found = [tf.identity(each) for each in variables], self._share, dict[str, npt.NDArray[Any]]()
-        self.reset_metrics()
-        drawn = [each.numpy() for each in seeds]
-        self.divide(lambda kind: tf.constant(share, kind))
-        try:
-            with ExitStack() as stack:
-                for optimizer in self._applied:
-                    stack.enter_context(replaced(optimizer, "apply", partial(_record, found, optimizer.name)))
-                logs = getattr(self, step)(data)
+        seeds, own = [generator.state for generator in seed_generators(self)], self._share
+        with variables_kept(self):
+            self.reset_metrics()
+            drawn = [each.numpy() for each in seeds]
+            self.divide(lambda kind: tf.constant(share, kind))
+            try:
+                with gradients_recorded(self._applied) as found:
+                    logs = getattr(self, step)(data)
+            finally:
+                self._share = own
             told = self.get_metrics_result()
             found |= {f"value {name!r}": value.numpy() for name, value in logs.items() if name not in told}
             states = enumerate(self.metrics_variables)
             found |= {f"metric variable {each.path!r} ({number})": each.numpy() for number, each in states}
             return found, any((each.numpy() != old).any() for each, old in zip(seeds, drawn, strict=True))
-        finally:
-            self._share = own
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
+
+
+def check_fit(
+    model: keras.Model, optimizers: Sequence[Any], others: Sequence[tf.Variable], rows: Callable[[int], Any], where: str
+) -> None:
+    """Raise JobError if the loss of a model that `fit` trains is no mean over rows. It changes no variable.
+
+    A model with Keras' own steps is tried in evaluation mode. The `train_step` of a user is tried as it is, unless it
+    draws random numbers: its gradients, and what it logs as a loss.
+
+    Args:
+        model: compiled.
+        optimizers: that its steps apply.
+        others: variables that its steps use, and that are not its own.
+        rows: (n) -> data of one row n times.
+        where: the rank, for errors.
+    """
+    of_keras = type(model).train_step is keras.Model.train_step
+
+    def losses(number: int) -> LossValues:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(rows(number))
+        outputs = model(x, training=False)
+        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
+        return [np.asarray(tf.reduce_mean(each)) for each in (*model.losses, loss)]
+
+    def gradients(number: int) -> LossValues:
+        model.reset_metrics()
+        with gradients_recorded(optimizers) as found:
+            logs = model.train_step(rows(number))
+        return [*found.values(), *(np.asarray(value) for name, value in logs.items() if "loss" in name)]
+
+    with (
+        variables_kept(model, others),
+        replaced(loss_functions, "reduce_values", partial(_as_mean, loss_functions.reduce_values)),
+    ):
+        measure = losses if of_keras else gradients
+        what = (
+            "the loss of the compiled model, or one of its add_loss(),"
+            if of_keras
+            else "the gradient or loss of train_step()"
+        )
+        check_losses(what, model, measure, where, drawn=of_keras)
+
+
+def _as_mean(reduce: Any, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
+    """Reduce losses as Keras does; to a mean for `sum`, which `fit` adds up over workers."""
+    return reduce(values, sample_weight, "sum_over_batch_size" if reduction == "sum" else reduction)
 
 
 def check_drawn(graph: Any, where: str) -> None:
@@ -246,12 +292,6 @@ def _update(updated: dict[int, Any], metric: Any, update: Callable[..., Any], *a
     """Update a metric, and note that the step did."""
     updated[id(metric)] = metric
     return update(*args, **kwargs)
-
-
-def _record(found: dict[str, Any], name: str, gradients: Any, trainable_variables: Any = None) -> None:
-    """Keep gradients instead of applying them."""
-    given = [tf.reshape(tf.convert_to_tensor(each), [-1]).numpy() for each in gradients if each is not None]
-    found[f"gradient {len(found) + 1}, for {name!r},"] = np.concatenate(given)
 
 
 def _divided_problem(name: str, reduction: str) -> str:

@@ -22,13 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms
+from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms, repeat_row
 from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
-from trainwright.core.loss_api import log_name_problem, takes_targets_first
-from trainwright.core.metric_states import metric_config
+from trainwright.core.loss_api import BATCH_LOSS, log_name_problem, metric_config, takes_targets_first
 from trainwright.core.plan import Plan
-from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
+from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn, check_fit
 from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import (
@@ -56,7 +55,6 @@ from trainwright.strategies.tensorflow.training.train_state import (
     check_stateless,
     inner_optimizer,
     make_callbacks,
-    repeated,
     sample_rows,
     seed_generators,
     states_reset,
@@ -114,7 +112,7 @@ class CompiledModel:
         used: list[tf.Variable] = []
         self._targets_by_name = False
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
-            self._targets_by_name = len(spec.targets) > 1 and self._names_outputs(spec.sample())
+            self._targets_by_name = len(spec.targets) > 1 and _names_outputs(self, spec.sample())
             sample = sample_rows(self.model, spec.sample(), plan)
             given = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
             with states_reset(self.model), TensorFlowUserCode("the model", caller.where):
@@ -144,25 +142,6 @@ class CompiledModel:
     def optimizer(self) -> Any:
         """The optimizer that the model was compiled with."""
         return self.model.optimizer
-
-    def _names_outputs(self, row: Batch) -> bool:
-        """Return whether the outputs are a dict. Keras would match a tuple of targets with its keys in sorted order.
-
-        Raises JobError if a target does not have the name of an output.
-        """
-        given, *_ = keras.utils.unpack_x_y_sample_weight(self.data(row, training=False))
-        with self.strategy.scope(), TensorFlowUserCode("the model", self.caller.where):
-            outputs = self.model(given, training=False)
-        if not isinstance(outputs, dict):
-            return False
-        if not set(self.spec.targets) <= set(outputs):
-            names = ", ".join(map(repr, outputs))
-            problem = (
-                f"the model's outputs are a dict with the keys {names}, and targets= are the columns "
-                f"{', '.join(map(repr, self.spec.targets))}: give each column the name of its output"
-            )
-            raise JobError([problem], where=self.caller.where)
-        return True
 
     def _check_mask(self, row: Batch) -> None:
         """Raise JobError if several devices would each divide by their own number of unmasked steps."""
@@ -196,7 +175,7 @@ class CompiledModel:
             UserCodeError: the step raised.
         """
         rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
-        data, where = self.data(repeated(row, rows), training=True), self.caller.where
+        data, where = self.data(repeat_row(row, rows), training=True), self.caller.where
         step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
         try:
             with self._building_once(), TensorFlowUserCode("train_step()", where):
@@ -238,12 +217,20 @@ class CompiledModel:
             raise JobError([problem], where=self.caller.where)
 
     def check_divided(self) -> None:
-        """Raise JobError for a stateful RNN, and if the parts of a batch do not add up to it in a `CustomLoop`."""
-        check_stateless(self.model, _DIVIDED_STATES, self.caller.where)
-        model, sample = self.model, self.spec.sample
-        if isinstance(model, CustomLoop) and sample is not None and self.strategy.num_replicas_in_sync == 1:
-            row = sample()
-            model.check_divided(lambda rows: self.data(repeated(row, rows), training=True), self.caller.where)
+        """Raise JobError for a stateful RNN, and if the parts of a batch do not add up to the batch."""
+        model, sample, where = self.model, self.spec.sample, self.caller.where
+        check_stateless(model, _DIVIDED_STATES, where)
+        if sample is None or self.strategy.num_replicas_in_sync > 1:
+            return
+        row = sample()
+
+        def rows(number: int) -> Any:
+            return self.data(repeat_row(row, number), training=True)
+
+        if isinstance(model, CustomLoop):
+            model.check_divided(rows, where)
+        elif BATCH_LOSS not in self.spec.inexact:
+            check_fit(model, self.optimizers, self.carried[CARRIED_OTHERS], rows, where)
 
     def _compile(self) -> None:
         spec, where = self.spec, self.caller.where
@@ -325,6 +312,26 @@ class CompiledModel:
     def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Keep the state of callbacks until they begin."""
         self.callbacks, self.callback_state = (), arrays
+
+
+def _names_outputs(compiled: CompiledModel, row: Batch) -> bool:
+    """Return whether the outputs are a dict. Keras would match a tuple of targets with its keys in sorted order.
+
+    Raises JobError if a target does not have the name of an output.
+    """
+    given, *_ = keras.utils.unpack_x_y_sample_weight(compiled.data(row, training=False))
+    with compiled.strategy.scope(), TensorFlowUserCode("the model", compiled.caller.where):
+        outputs = compiled.model(given, training=False)
+    if not isinstance(outputs, dict):
+        return False
+    if not set(compiled.spec.targets) <= set(outputs):
+        names = ", ".join(map(repr, outputs))
+        problem = (
+            f"the model's outputs are a dict with the keys {names}, and targets= are the columns "
+            f"{', '.join(map(repr, compiled.spec.targets))}: give each column the name of its output"
+        )
+        raise JobError([problem], where=compiled.caller.where)
+    return True
 
 
 class _StepsByRows:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.topology import Address, Capabilities, Group, Role
 from trainwright.strategies.common.socket_transport import bind_socket, own_host
@@ -34,6 +35,11 @@ class TensorFlowOneDevice(TensorFlowEngine):
         """Open the strategy on the worker's device."""
         assert group.size == 1, "one device is driven by one worker"
         return tf.distribute.OneDeviceStrategy("/gpu:0" if group.devices[0].startswith("cuda") else "/cpu:0")
+
+    def warm(self, feed: Feed) -> None:
+        """Check a loss of a divided batch, also for the trial before other strategies; compile the step."""
+        self._guarded(lambda: self._ready().check_divided(feed))
+        super().warm(feed)
 
 
 class Mirrored(TensorFlowEngine):

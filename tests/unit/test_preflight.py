@@ -504,3 +504,105 @@ def test_a_job_may_be_corrected_until_its_run_has_a_checkpoint(tmp_path: Path) -
     assert prepare(job(tmp_path)).begun
     with pytest.raises(RunConflict, match="was started with another job:\n    batch_size"):
         prepare(corrected)
+
+
+def keras_models() -> tuple[Any, Any, Any]:
+    """A function of a model, a layer that adds losses and noise, and a model with a train_step of its own."""
+    import keras
+    import tensorflow as tf
+    from keras import layers, ops
+
+    def features(*more: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((8,)), *more, layers.Dense(2, kernel_regularizer="l2")])
+
+    class Latent(layers.Layer):  # type: ignore[misc]  # keras has no types
+        def __init__(self, reduce: Any) -> None:
+            super().__init__()
+            self.reduce, self.seeds = reduce, keras.random.SeedGenerator(1)
+
+        def call(self, x: Any) -> Any:
+            self.add_loss(self.reduce(ops.sum(x**2, axis=-1)))
+            return x + keras.random.normal(ops.shape(x), seed=self.seeds)
+
+    class Contrastive(keras.Model):  # type: ignore[misc]  # keras has no types
+        def __init__(self, loss: Any) -> None:
+            super().__init__()
+            self.inner, self.rows_loss = features(), loss
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = ops.mean(self.rows_loss(data[1], self(data[0], training=True)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    return features, Latent, Contrastive
+
+
+def keras_losses() -> dict[str, dict[str, Any]]:
+    """Jobs of Keras models, by what their losses are; those that begin with "no" have a loss of each row alone."""
+    import keras
+    from keras import layers, ops
+
+    features, latent, contrastive = keras_models()
+
+    def compared(y_true: Any, y_pred: Any) -> Any:
+        scores = y_pred @ ops.transpose(y_pred + 1.0)
+        return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(scores)[0]), scores, from_logits=True)
+
+    alone = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(loss: Any, *more: Any, own: Any = None) -> dict[str, Any]:
+        model, optimizer = lambda: features(*(each() for each in more)), lambda variables: keras.optimizers.SGD(0.1)
+        given = {"step": own, "inputs": (), "targets": ()} if own else {"loss": loss}
+        return {"model": model, "optimizer": optimizer, "loss": None, **given}
+
+    def fit(model: Any, loss: Any = None, **given: Any) -> dict[str, Any]:
+        def compiled() -> Any:
+            made = model()
+            made.compile(keras.optimizers.SGD(0.1), loss, **given)
+            return made
+
+        return {"model": compiled, "run": "fit", "loss": None, "optimizer": None}
+
+    def summed() -> Any:
+        return latent(ops.sum)
+
+    usual = (layers.BatchNormalization, lambda: layers.Dropout(0.5), lambda: latent(ops.mean))
+    total = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return {
+        "compared": step(compared),
+        "added sum": step(alone, summed),
+        "own step compared": step(None, own=lambda model, batch: compared(batch["y"], model(batch["x"]))),
+        "fit compared": fit(features, compared),
+        "fit with an added sum": fit(lambda: features(summed()), alone),
+        "train_step compared": fit(lambda: contrastive(compared)),
+        "no step": step(alone, *usual),
+        "no own step": step(
+            None, *usual, own=lambda model, batch: alone.call(batch["y"], model(batch["x"], training=True))
+        ),
+        "no fit": fit(lambda: features(*(each() for each in usual)), alone, metrics=["accuracy"]),
+        "no sum in fit": fit(features, total),
+        "no train_step": fit(lambda: contrastive(alone)),
+    }
+
+
+@pytest.mark.parametrize("inexact", [(), ("batch_loss",)], ids=["exact", "accepted"])
+def test_losses_of_keras_models_that_depend_on_other_rows_are_refused(
+    tmp_path: Path, inexact: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, fields in keras_losses().items():
+        wanted = job(tmp_path, **fields, inexact=("batch_norm", *inexact))
+        batch = first_rows(wanted, wanted.train, wanted.train.index())
+        found = run_trial(TrialTask(job=wanted, train=batch, evaluate=None, total_steps=12))
+        assert (found.error, found.untried) == (None, ""), name
+        if name.startswith("no ") or inexact:
+            assert found.divided is None, name
+        else:
+            assert isinstance(found.divided, JobError), name
+            assert "no mean over rows" in str(found.divided) and 'inexact=("batch_loss",)' in str(found.divided), name
+    assert not [each for each in caplog.records if each.name.startswith("trainwright")], "all could be tried"

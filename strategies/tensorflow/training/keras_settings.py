@@ -13,8 +13,7 @@ from typing import Any
 import cloudpickle
 import keras
 
-from trainwright.core.loss_api import is_keras_class
-from trainwright.core.metric_states import metric_config
+from trainwright.core.loss_api import is_keras_class, metric_config
 from trainwright.core.pickling import is_user_module
 
 _OWN = {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last", "policy": "float32"}

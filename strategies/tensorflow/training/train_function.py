@@ -7,6 +7,7 @@ model from (seed, step, micro-batch, data rank). A data rank draws the same numb
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +28,15 @@ from trainwright.core.data import (
     StepReport,
     fold_seed,
     noise_is_due,
+    repeat_row,
 )
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.loss_api import BATCH_LOSS
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.tensorflow.tensorflow_compat import use_global_seeds
 from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.divided_losses import check_losses
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
 from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
@@ -126,6 +130,35 @@ class TrainFunction:
             self._replica.sound = self._replica.sound and TensorFlowUserCode.lost_peer(error)
             raise
         return outcome
+
+    def check_divided(self, feed: Feed) -> None:
+        """Raise JobError where the batch is divided, and the losses of rows depend on other rows.
+
+        The model is tried in evaluation mode; `step=` as it is, unless it draws random numbers.
+        """
+        spec, (batch, *more) = self._replica.spec, feed.parts[0]
+        if feed.total * (1 + len(more)) == 1 or BATCH_LOSS in spec.inexact:
+            return
+        trials = itertools.count()
+        check_losses(
+            "what step= returns" if spec.step else "loss=, or one of the model's add_loss(),",
+            self._replica.model,
+            lambda rows: self._losses_of(repeat_row(batch, rows), next(trials)),
+            self._caller.where,
+            drawn=not spec.step,
+        )
+
+    def _losses_of(self, batch: Batch, trial: int) -> list[npt.NDArray[Any]]:
+        """Return the losses that the model adds, and the mean of all. It changes no variable."""
+        replica, caller = self._replica, self._caller
+        (micro,) = micro_batches(replica.spec, caller.wanted, (batch,), trial, 0, muted=False)
+        use_global_seeds(replica.unseeded)
+        held = (*replica.model.trainable_variables, *replica.state)
+        values_held = [(variable, tf.convert_to_tensor(variable.value)) for variable in held]
+        with _Scope([*_seed_values(replica.seeds, micro.seed), *values_held]):
+            values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=False)
+            parts = [np.asarray(each) for each in replica.model.losses]
+        return [*parts, np.asarray(tf.reduce_sum(values * weights) / tf.reduce_sum(weights))]
 
     def train(self, feed: Feed) -> StepReport:
         """Compute one step. All ranks apply it, or none does. Raises NonFiniteLoss if nothing was applied."""

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import keras
-import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainwright.core.data import Batch, fold_seed
+from trainwright.core.data import Batch, fold_seed, repeat_row
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
@@ -288,16 +287,7 @@ def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
 
 def sample_rows(model: keras.Model, row: Batch, plan: Plan) -> Batch:
     """Return a batch for a trial call: one row; or as many as a replica computes, for layers that need that number."""
-    return repeated(row, plan.micro_batches(plan.batch_size)[1] if _stateful_layers(model) else 1)
-
-
-def repeated(row: Batch, rows: int) -> Batch:
-    """Repeat a batch of one row."""
-    return Batch(
-        columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
-        weights=np.repeat(row.weights, rows),
-        samples=np.repeat(row.samples, rows),
-    )
+    return repeat_row(row, plan.micro_batches(plan.batch_size)[1] if _stateful_layers(model) else 1)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from trainwright.core import random_state
 from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError, nearest
-from trainwright.core.loss_api import gather_with
+from trainwright.core.loss_api import BATCH_LOSS, gather_with
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, full_tensor
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
@@ -28,7 +28,6 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_e
 
 _log = logging.getLogger(__name__)
 
-BATCH_LOSS = "batch_loss"  # in a job's inexact=
 _MEAN_ROUNDING = 160  # of float32: how far a mean over a batch and that of its halves may be apart, relatively
 _LEAST_DIFFERENCE = 2e-6  # of them, absolutely: a loss near 0 is the rest of a subtraction
 _TELLING = 100  # times that: halves this far apart show a weight in the mean that is wrong by 1 %

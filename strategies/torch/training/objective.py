@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Feed, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, TrainwrightError, nearest
-from trainwright.core.loss_api import gather_with, log, log_name_problem, log_with, outputs_first
+from trainwright.core.loss_api import BATCH_LOSS, gather_with, log, log_name_problem, log_with, outputs_first
 from trainwright.core.metric_states import is_stateful
 from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
@@ -36,7 +36,6 @@ from trainwright.strategies.torch.torch_compat import accumulate_gradients, vers
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
-    BATCH_LOSS,
     WHOLE_BATCH,
     BatchLayout,
     BatchMean,

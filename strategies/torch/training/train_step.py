@@ -31,11 +31,12 @@ from trainwright.core.data import (
 )
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.loss_api import BATCH_LOSS
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.step_trace import span
 from trainwright.strategies.torch.torch_compat import foreach_multiply
 from trainwright.strategies.torch.torch_errors import TorchUserCode
-from trainwright.strategies.torch.training.batch_losses import BATCH_LOSS, BatchLayout
+from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
 from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
