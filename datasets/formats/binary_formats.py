@@ -172,7 +172,7 @@ def arrow(path: str | os.PathLike[str], columns: Iterable[str] | None = None) ->
     """Read rows of Arrow IPC files, Feather files (version 2) and IPC streams; a group is a record batch.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         columns: read only these; by default all.
     """
     return Dataset(source=file_source(path, _ArrowFormat(), columns))
@@ -396,7 +396,7 @@ def tfrecord(path: str | os.PathLike[str], columns: Iterable[str] | None = None)
     checksums are verified.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         columns: read only these features; by default all.
     """
     return Dataset(source=file_source(path, _TFRecordFormat(), columns))
@@ -539,7 +539,7 @@ def webdataset(path: str | os.PathLike[str], columns: Iterable[str] | None = Non
     The key is the column `__key__`.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         columns: read only these; by default all.
     """
     return Dataset(source=file_source(path, _TarFormat(), columns))

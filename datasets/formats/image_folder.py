@@ -299,7 +299,7 @@ def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -
 
     Args:
         path: a folder of class folders, in which images may lie at any depth, or a glob, whose part before the first
-            wildcard is that folder; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+            wildcard is that folder; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         classes: names by label, such as those of the training data; by default the folders in alphabetical order.
     """
     return Dataset(source=ImageSource(path=absolute_path(path), classes=None if classes is None else tuple(classes)))

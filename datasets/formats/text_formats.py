@@ -235,7 +235,7 @@ def csv(path: str | os.PathLike[str], columns: Iterable[str] | None = None, *, d
     .zst) is read as one group, and only up to 256 MiB unpacked.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         columns: read only these; by default all.
         delimiter: one character between values; by default a comma, in .tsv files a tab.
     """
@@ -368,7 +368,7 @@ def json_lines(path: str | os.PathLike[str], columns: Iterable[str] | None = Non
     .bz2, .zst) is read as one group, and only up to 256 MiB unpacked.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         columns: read only these; by default all.
     """
     return Dataset(source=file_source(path, _JsonLinesFormat(), columns))
@@ -431,7 +431,7 @@ def text(path: str | os.PathLike[str], by: Literal["line", "paragraph", "file"] 
     """Documents of UTF-8 text files, in the column `text`; `.tokenize()` and `.pack(length)` make sequences of them.
 
     Args:
-        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
         by: what a document is: each line, each paragraph (blank lines stand between them), or each file as a whole.
 
     Raises:
