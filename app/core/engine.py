@@ -309,7 +309,6 @@ class ModelSpec:
     step: Callable[[Any, Any], Any] | None = None
     # column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows
     weight: str | Callable[[Any], Any] | None = None
-    loss_digest: str = ""  # of these functions: a state says of which ones a divided batch was checked
     inputs: tuple[str, ...] = ()  # column names given to the model, as positional arguments where there are no keywords
     keywords: tuple[str, ...] = ()  # the model's argument that each of `inputs` is given as; empty, or as many
     targets: tuple[str, ...] = ()  # column names given to loss and metrics (one value, or a tuple when several)

@@ -153,11 +153,6 @@ def state_relevant_fields(description: Mapping[str, str]) -> dict[str, str]:
     return {name: _essence(name, words) for name, words in description.items() if name not in _FREE}
 
 
-def loss_digest(job: Job) -> str:
-    """Return a digest of the functions that make the loss, with all that they reach."""
-    return CodeFingerprints().digest((job.loss, job.training.step, job.training.weight))
-
-
 def _essence(name: str, words: str) -> str:
     return words.rpartition(_DATA)[2] if name in ("train", "evaluate", "initial_weights") else words
 

@@ -32,7 +32,7 @@ from trainwright.driver.run_policy import (
 )
 from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans, explain_out_of_memory
 from trainwright.planning.decision import Decision, other_plans
-from trainwright.planning.job_description import loss_digest, state_relevant_fields
+from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
 from trainwright.planning.planner import apply_plan_file
 from trainwright.ray_cluster.discovery import PendingNodeWatcher
@@ -168,7 +168,6 @@ class RunSetup:
             rows=feeder.rows,
             row=row,
             weights=prepared.weights,
-            loss_digest=loss_digest(job),
         )
 
     def start_feeder(self) -> RayDataFeeder:

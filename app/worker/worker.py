@@ -187,12 +187,11 @@ class Worker:
             self._rank_and_size = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
-            order = self._order
-            row = partial(order.first_row, self._job)
-            total_steps = order.total_steps or self._feeds.training.schedule.total_steps
-            spec = self._job.model_spec(total_steps, row, validation, order.weights)
+            row = partial(self._order.first_row, self._job)
+            total_steps = self._order.total_steps or self._feeds.training.schedule.total_steps
+            spec = self._job.model_spec(total_steps, row, validation, self._order.weights)
             gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
-            tag = self._engine.build(replace(spec, outputs=order.outputs, loss_digest=order.loss_digest), self._plan)
+            tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
         return replace(tag, report=self._report)

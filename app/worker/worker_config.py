@@ -130,8 +130,6 @@ class WorkerConfig:
     row: Batch | None = None  # one of the training set, where a worker should not open what computes it
     weights: WeightSource | None = None  # opened files of `initial_weights`; None where a checkpoint brings all weights
 
-    loss_digest: str = ""  # of the functions that make the loss
-
     total_steps: int | None = None  # of the run; None for those of the training set
 
     def first_row(self, job: Job) -> Batch:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from trainwright.planning.job_description import describe, description_changes, loss_digest
+from trainwright.planning.job_description import describe, description_changes
 
 STORED = Path(__file__).with_name("job_descriptions.json")
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
@@ -104,12 +104,6 @@ def test_an_option_that_did_not_exist_then_counts_as_its_default() -> None:
     older = {field: text for field, text in describe(job).items() if field != "precision"}
     assert description_changes(older, describe(job)) == []
     assert description_changes(older, describe(job.replace(precision="bf16"))) == ["precision: fp32 -> bf16"]
-
-
-def test_the_digest_of_the_loss_changes_with_it_and_with_nothing_else() -> None:
-    job = described_jobs()["torch"]
-    changed = job.replace(loss=lambda outputs, targets: 2.0 * loss(outputs, targets))
-    assert loss_digest(job) == loss_digest(job.replace(epochs=9, workers=1)) != loss_digest(changed)
 
 
 def test_another_length_of_the_epoch_counts_where_a_batch_of_it_is_short() -> None:

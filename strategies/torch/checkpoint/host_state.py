@@ -49,7 +49,7 @@ class HostState:
     local: LocalState | None = None  # what this data rank keeps as its own; None where a job has no such state
     scheduler: SchedulerState | None = None  # state of the learning-rate scheduler; None where a job has none
     sometimes_unused: bool = False  # a trained parameter had a gradient in some steps only: DDP looks for such
-    checked: str | None = None  # `loss_digest` of the loss that its run compared for a divided batch, if it did
+    checked: bool = False  # its run compared the loss of a divided batch with those of its parts
     base: str = ""  # digest of the frozen parameters that it does not hold; empty where it holds all
 
     @property
@@ -139,7 +139,7 @@ def state_of(replica: TorchReplica) -> HostState:
         scheduler=replica.rates.state,
         sometimes_unused=replica.sometimes_unused,
         base=replica.base,
-        checked=replica.spec.loss_digest if replica.checked and replica.step else None,  # a warm-up changes no state
+        checked=replica.checked and bool(replica.step),  # a warm-up alone changes no state
     )
 
 
@@ -197,7 +197,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
                 saved = state.slots[name][key]
             to_local(value).copy_(saved)
     replica.rates.restore(state.step or 0, state.options, state.scheduler)
-    replica.checked = replica.checked or state.checked == replica.spec.loss_digest
+    replica.checked = replica.checked or state.checked
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
     replica.sometimes_unused = state.sometimes_unused  # the order of sums depends on it

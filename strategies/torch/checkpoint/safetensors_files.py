@@ -7,8 +7,8 @@
 | `average.safetensors`   | the average of each trained parameter (`weight_average=`)                   |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale, |
 |                         | the state of the learning-rate scheduler, whether parameters are unused in  |
-|                         | some steps, a digest of the loss that was checked for the division of a     |
-|                         | batch, and one of frozen parameters that no file holds                      |
+|                         | some steps, whether the loss was checked for the division of a batch, and a |
+|                         | digest of frozen parameters that no file holds (`save_frozen=False`)        |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
@@ -110,8 +110,8 @@ def write(state: HostState, writer: StateWriter) -> None:
         facts["sometimes_unused"] = True
     if state.base:
         facts["base"] = state.base
-    if state.checked is not None:
-        facts["checked"] = state.checked
+    if state.checked:
+        facts["checked"] = True
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
         kind: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()}
@@ -201,7 +201,7 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
         scheduler=facts.get("scheduler"),
         sometimes_unused=facts.get("sometimes_unused", False),
         base=facts.get("base", ""),
-        checked=facts.get("checked"),
+        checked=facts.get("checked", False),
         weights_only=reader.weights_only,
         boxes={
             f"{name}/{AVERAGE}" if kind == _AVERAGE else name: box
