@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -205,7 +205,7 @@ class _DecodeImage:
     column: str
     size: tuple[int, int] | None
     mode: str
-    resample: Literal["bilinear", "nearest"]
+    resample: ClassVar[str] = "BILINEAR"  # no field: stored runs have fingerprints of the fields
 
     def __call__(self, row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
         """The row with its image as (height, width, channels) uint8; without channels in modes of one."""
@@ -236,7 +236,7 @@ class _DecodeImage:
                 remedy="write it again, leave it out, or skip what is damaged with on_error='skip'",
             ) from error
         if self.size is not None:
-            pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling[self.resample.upper()])
+            pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling[self.resample])
         return np.asarray(pixels).copy()
 
     def _eight_bits(self, image: Any, where: str) -> Any:
@@ -259,6 +259,12 @@ class _DecodeImage:
                 remedy=f"keep the values: decode_image(mode={kept!r})",
             )
         return Image.fromarray(np.rint(values / 257).astype(np.uint8))
+
+
+class _DecodeMask(_DecodeImage):
+    """The same for numbers of classes, which have nothing in between."""
+
+    resample = "NEAREST"
 
 
 def decode_image(
@@ -287,7 +293,8 @@ def decode_image(
     if resample not in ("bilinear", "nearest"):
         raise DataError(f"resample={resample!r} is unknown", where="decode_image", remedy="give bilinear or nearest")
     wanted = (size, size) if isinstance(size, int) else size
-    return _DecodeImage(column=column, size=wanted, mode=mode, resample=resample)
+    kind = _DecodeMask if resample == "nearest" else _DecodeImage
+    return kind(column=column, size=wanted, mode=mode)
 
 
 def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -> Dataset:
