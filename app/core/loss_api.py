@@ -120,7 +120,7 @@ def _called(function: Any) -> Any:
     for name in ("python_function", "forward"):
         function = getattr(function, name, function)
     call = getattr(function, "__call__", None)  # noqa: B004
-    return call if inspect.ismethod(call) else function
+    return call if inspect.ismethod(call) and not hasattr(function, "__wrapped__") else function
 
 
 # --- Metrics that are made again --------------------------------------------------------------------------------------
