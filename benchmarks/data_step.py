@@ -54,7 +54,7 @@ class Loops:
         plan = plan_for(prepared, Cluster(nodes=(Node(name="machine", cpus=THREADS, memory_bytes=2**30),))).chosen
         self._engine: Engine = engine_class(plan)()
         generation = Generation(token=1, number=1)
-        peer = Peer(rank=0, address=self._engine.reserve(generation, "worker"))
+        peer = Peer(rank=0, address=self._engine.reserve("worker"))
         self._engine.form(Group(generation=generation, rank=0, peers=(peer,), threads=THREADS))
         self._stream = BatchLoader(
             job.train, prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.training.seed,

@@ -72,7 +72,7 @@ class OurServer:
         shares = shared_memory.HAS_SHARED_MEMORY
         shared_memory.HAS_SHARED_MEMORY = shares and self._way in ("shared", "sync")
         try:
-            return self._engine.reserve(GENERATION, "server")
+            return self._engine.reserve("server")
         finally:
             shared_memory.HAS_SHARED_MEMORY = shares
 

@@ -147,7 +147,7 @@ class ServerProcesses:
         roles: list[Role] = ["server", *(["worker"] * settings.workers)]
         pipes = self._pipes[: len(roles)]
         generation = Generation(token=1, number=self._generation)
-        addresses = _request(pipes, [("reserve", generation, role) for role in roles])
+        addresses = _request(pipes, [("reserve", role) for role in roles])
         peers = tuple(
             Peer(rank=rank, address=address, role=role)
             for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
@@ -207,9 +207,9 @@ class _EngineProcess:
         self._train, self._test = train, test
         self._engine = ParameterServer()
 
-    def reserve(self, generation: Generation, role: Role) -> Any:
+    def reserve(self, role: Role) -> Any:
         self._engine, self._is_server = ParameterServer(), role == "server"
-        return self._engine.reserve(generation, role)
+        return self._engine.reserve(role)
 
     def form(self, group: Group, settings: RunSettings) -> None:
         self._engine.form(group)
