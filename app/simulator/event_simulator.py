@@ -482,7 +482,7 @@ class Simulation:
 
 
 _Array = npt.NDArray[np.float64]
-_PARAMETERS = 24  # numbers that are learnt
+_PARAMETERS = 24  # of the simulated model
 _LEARNING_RATES = tuple(2.0**power for power in range(0, -8, -1))  # of an update of a whole step
 _NOISE_SCALE = 0.3  # of a batch of 512 samples at curvature 1: a standard deviation
 _NOISE_POOL = 65_521  # gradients' noises, of which each unit has its own; prime

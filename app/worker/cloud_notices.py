@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POLL_S = 2.0
-PATIENCE_S = 150.0  # without a valid answer, before it is told; Azure's first one may take two minutes
+PATIENCE_S = 150.0  # without a valid answer, before this is reported; Azure's first one may take two minutes
 _ANSWER_S = 2.0
 _MAX_BYTES = 1 << 20
 _DMI = Path("/sys/class/dmi/id")
@@ -46,7 +46,7 @@ _AZURE_ENDS = {
 class NodeNotice:
     """Something that is announced for a node."""
 
-    key: str  # each is told once for a node
+    key: str  # each is reported once for a node
     text: str  # such as "AWS spot interruption (terminate)"
     left_s: float | None = None  # until the node ends, infinite if that is not known; None: its processes live on
     avoid: bool = False  # whether new processes should go elsewhere
@@ -86,7 +86,7 @@ def await_cloud_notice(
         try:
             found = asyncio.run(service.notices())
             answered_s = clock()
-        except Exception as error:  # whatever comes from the service, training continues; it is told below
+        except Exception as error:  # whatever comes from the service, training continues; it is reported below
             found = [_trouble(service, error)] if clock() - answered_s >= PATIENCE_S else []
         for notice in found:
             if notice.key not in told:
