@@ -75,7 +75,7 @@ class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of newer versions
+            warnings.simplefilter("ignore")  # it is deprecated
             self.inner = torch.jit.script(nn.Linear(4, 2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def test_gradients_of_rare_kinds_are_measured_and_clipped(model: type[nn.Module]
         assert (report.gradient_norm is not None) == (clip_norm is not None)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_scripted_part_is_trained_saved_and_evaluated() -> None:
     def scripted() -> nn.Module:
         middle = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
