@@ -33,9 +33,9 @@ from trainwright.reporting.plan_view import (
     planned_nodes,
     share_of_step,
 )
-from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
+from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
-from trainwright.strategies.cost_model.step_work import compute_step_work
+from trainwright.strategies.cost_model.step_work import planned_step_work
 from trainwright.strategies.search.plan_ranking import is_asynchronous
 
 
@@ -187,9 +187,7 @@ def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, calibratio
         PlanError: the plan is impossible on this cluster, or with this model and batch.
         ResourceError: an accelerator is not in the table.
     """
-    machine = MachineModel.of(cluster, plan.mesh.size, plan.placement.threads)
-    work = compute_step_work(profile, machine, plan, batch_size=plan.batch_size, precision=plan.precision)
-    found = timeline(work, calibration)
+    found = timeline(planned_step_work(profile, cluster, plan), calibration)
     stages = list(range(len(found.lanes)))
     shown = stages if len(stages) <= 2 * _EDGE_STAGES + 1 else stages[:_EDGE_STAGES] + stages[-_EDGE_STAGES:]
     spans = [span for stage in shown for span in (*found.lanes[stage], *found.reductions[stage])]

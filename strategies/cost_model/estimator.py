@@ -33,7 +33,6 @@ from trainwright.strategies.cost_model.machine_model import (
     EFFICIENCY_NAMES,
     MEASUREMENT_NOISE,
     Calibration,
-    MachineModel,
     RankGroup,
     Vector,
     efficiencies,
@@ -47,7 +46,7 @@ from trainwright.strategies.cost_model.step_work import (
     UPDATE_BYTES,
     LayerWork,
     StepWork,
-    compute_step_work,
+    planned_step_work,
 )
 
 INTERVAL_DEVIATIONS = 1.645  # standard deviations to either side: nine of ten steps
@@ -81,16 +80,15 @@ def estimate(
         ResourceError: an accelerator is missing from the built-in table.
     """
     check_request(batch_size, precision)
-    known = calibration or DEFAULT
-    machine = MachineModel.of(cluster, plan.mesh.size, plan.placement.threads)
-    work = compute_step_work(profile, machine, plan, batch_size=batch_size, precision=precision)
-    memory = stage_memory(profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart)
-    found = point_estimate(work, memory, known)
+    known, plan = calibration or DEFAULT, replace(plan, batch_size=batch_size, precision=precision)
+    work = planned_step_work(profile, cluster, plan)
+    machine = work.machine
+    found = point_estimate(work, stage_memory(profile, plan, apart=machine.device.apart), known)
     slopes = _slopes([work], np.array(known.logs))[0]
     _, unexplained = known.residual(work.shape, work.kind)
     if work.kind not in known.kinds:
         unexplained += machine.device.unsure**2
-        if work.plan.zero == 3 and work.shard.nodes > 1:
+        if plan.zero == 3 and work.shard.nodes > 1:
             unexplained += _ZERO_3_SPREAD**2
     covariance = known.covariance_on(*_machine_facts(work))
     deviation = math.sqrt(float(slopes @ covariance @ slopes) + unexplained)
@@ -551,16 +549,8 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
             )
     if not measurements:
         return Calibration()
-    works = [
-        compute_step_work(
-            one.profile,
-            MachineModel.of(one.cluster, one.plan.mesh.size, one.plan.placement.threads),
-            one.plan,
-            batch_size=one.batch_size,
-            precision=one.precision,
-        )
-        for one in measurements
-    ]
+    plans = [replace(one.plan, batch_size=one.batch_size, precision=one.precision) for one in measurements]
+    works = [planned_step_work(one.profile, one.cluster, plan) for one, plan in zip(measurements, plans, strict=True)]
     measured = np.log([one.step_s for one in measurements])
     shapes, kinds = np.array([work.shape for work in works]), [work.kind for work in works]
     inverse = np.linalg.inv(shape_covariance(shapes, kinds, shapes, kinds) + MEASUREMENT_NOISE**2 * np.eye(len(works)))

@@ -51,9 +51,7 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
     return parameters * sum(whole)
 
 
-def stage_memory(
-    profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
-) -> tuple[int, ...]:
+def stage_memory(profile: ModelProfile, plan: Plan, *, apart: bool = True) -> tuple[int, ...]:
     """Return the bytes of each stage: model states, activations of micro-batches in flight, and working memory.
 
     The stage with the loss also holds the models that run in it.
@@ -62,22 +60,19 @@ def stage_memory(
         apart: whether devices have their own memory; on a CPU, offloading moves nothing.
     """
     plan = plan if apart else replace(plan, offload=False)
-    layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    layers = layer_memory(profile, plan)
     if plan.mesh.pipeline == 1:
         whole = layers.of_whole(
             layer_vectors(profile).order,
-            gradients_stay=_gradients_stay(plan, batch_size),
+            gradients_stay=_gradients_stay(plan),
             foreach=apart and profile.framework == "torch",
         )
-        beside = _loss_model_bytes(profile, plan, batch_size=batch_size) + (
-            0 if apart else _push_buffer_bytes(profile, plan)
-        )
+        beside = _loss_model_bytes(profile, plan) + (0 if apart else _push_buffer_bytes(profile, plan))
         return (int(whole) + beside,)
     counts = section_counts(profile, plan.stages or even_partition(profile, plan.sections))
     held = layers.of_stages(counts, plan.schedule, plan.mesh.pipeline)
-    held[loss_stage(plan.schedule, stages=plan.mesh.pipeline, chunks=plan.chunks)] += _loss_model_bytes(
-        profile, plan, batch_size=batch_size
-    )
+    last = loss_stage(plan.schedule, stages=plan.mesh.pipeline, chunks=plan.chunks)
+    held[last] += _loss_model_bytes(profile, plan)
     return tuple(int(each) for each in held)
 
 
@@ -114,16 +109,16 @@ class LayerMemory:
         return float((self.states - self.gradients)[order].sum() + max(backward, gradients.sum() + update))
 
 
-def _gradients_stay(plan: Plan, batch_size: int) -> bool:
+def _gradients_stay(plan: Plan) -> bool:
     """Return whether gradients are accumulated over micro-batches, or written into the buckets of a reduction."""
-    micro_batches, _ = plan.micro_batches(batch_size)
+    micro_batches, _ = plan.micro_batches(plan.batch_size)
     return micro_batches > 1 or (plan.mesh.data > 1 and not plan.zero)
 
 
-def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
+def layer_memory(profile: ModelProfile, plan: Plan) -> LayerMemory:
     """Return the memory of each distinct layer under a plan."""
-    mesh, width, own = plan.mesh, NUMBER_BYTES.get(precision, 4), parameter_precision(profile, precision)
-    micro_batches, rows = plan.micro_batches(batch_size)
+    mesh, width, own = plan.mesh, NUMBER_BYTES.get(plan.precision, 4), parameter_precision(profile, plan.precision)
+    micro_batches, rows = plan.micro_batches(plan.batch_size)
     held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute, plan.sequence)
     parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
     served = optimizer if plan.servers and plan.local_steps == 1 else 0.0  # the optimizer's state is the servers'
@@ -133,7 +128,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     each = np.full(len(held), model_state_bytes(1.0, zero=zero, degree=degree, precision=own) - served)
     part = 1 / degree if zero else 1.0
     layers = layer_vectors(profile)
-    gathered = gathered_number_bytes(profile, plan, precision)
+    gathered = gathered_number_bytes(profile, plan)
     if plan.zero in (1, 2):  # FSDP2 holds its part beside the whole that it has gathered
         each += parameter / degree - parameter + gathered
     each += profile.weight_copies * parameter * part
@@ -143,7 +138,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     # Of a layer that is worked on: gradient and parameters, and what each is sent from.
     sent = gradient + reduced_number_bytes(plan, int(gradient))
     visiting = held * (sent + 2 * gathered * (plan.zero == 3)) * (degree > 1 and plan.zero > 0)
-    visiting += gradients * _gradients_stay(plan, batch_size)
+    visiting += gradients * _gradients_stay(plan)
     update = 0.0 * held if served else 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
         each = gathered * (plan.zero != 3)
@@ -188,13 +183,13 @@ def _numbers(
     return layers.held(1 + staged) / layers.over(tensor), kept, working
 
 
-def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:
+def _loss_model_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Return the bytes of the models in the loss on the device that computes it: parameters and working memory."""
-    _, rows = plan.micro_batches(batch_size)
+    _, rows = plan.micro_batches(plan.batch_size)
     return int(sum(guest.parameter_bytes + 4 * rows * guest.working_numbers for guest in profile.guests))
 
 
-def host_bytes(profile: ModelProfile, plan: Plan, machine: MachineModel, *, precision: str) -> int:
+def host_bytes(profile: ModelProfile, plan: Plan, machine: MachineModel) -> int:
     """Return a device's bytes in its host's memory: what it offloads, its push buffer, and its share of the servers.
 
     A server holds parameters, the copy that workers read, and Adam's state.
@@ -202,7 +197,7 @@ def host_bytes(profile: ModelProfile, plan: Plan, machine: MachineModel, *, prec
     found = _push_buffer_bytes(profile, plan)
     if plan.offload:
         degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
-        own = parameter_precision(profile, precision)
+        own = parameter_precision(profile, plan.precision)
         found += int(model_state_bytes(profile.parameters, zero=3, degree=degree, precision=own))
     if plan.servers:
         own = parameter_precision(profile, "fp32")

@@ -36,7 +36,7 @@ def too_few_micro_batches(plan: Plan, micro_batches: int) -> tuple[str, str]:
     return f"{reason}: they cannot fill the pipeline", f"use accumulation={stages} or more, or schedule=1f1b"
 
 
-def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+def invalid_staging(profile: ModelProfile, plan: Plan) -> tuple[str, str] | None:
     """Return why a model cannot run in a plan's stages, and a remedy; None where it can."""
     mesh, layers = plan.mesh, len(profile.layers)
     if mesh.pipeline > 1 and profile.untraced:
@@ -53,7 +53,7 @@ def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple
         for stage, (first, stop) in enumerate(pairwise(accumulate(plan.stages, initial=0))):
             if not any(layer.trained for layer in profile.layers[first:stop]):
                 return f"stage {stage} of stages={plan.stages} has no layer that is trained", "leave stages= out"
-    micro_batches, _ = plan.micro_batches(batch_size)
+    micro_batches, _ = plan.micro_batches(plan.batch_size)
     if plan.streamed and micro_batches < mesh.pipeline:
         return too_few_micro_batches(plan, micro_batches)
     if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.cluster import Accelerator
+from trainwright.core.cluster import Accelerator, Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan, section_of, stage_of_section
@@ -220,22 +220,27 @@ def _sections_of_stages(schedule: str, stages: int, chunks: int) -> Indices:
     )
 
 
-def compute_step_work(
-    profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str
-) -> StepWork:
-    """Return the work of one step.
+def planned_step_work(profile: ModelProfile, cluster: Cluster, plan: Plan) -> StepWork:
+    """Return the work of one step on a cluster. Raises PlanError, ResourceError."""
+    return compute_step_work(profile, MachineModel.of(cluster, plan.mesh.size, plan.placement.threads), plan)
+
+
+def compute_step_work(profile: ModelProfile, machine: MachineModel, plan: Plan) -> StepWork:
+    """Return the work of one step on the machine that a plan's ranks have.
 
     Raises:
         PlanError: the plan is impossible on this machine, or with this model and batch.
     """
-    mesh = plan.mesh
-    micro_batches, rows = plan.micro_batches(batch_size)
-    check_plan(profile, machine, plan, batch_size)
+    mesh, precision = plan.mesh, plan.precision
+    micro_batches, rows = plan.micro_batches(plan.batch_size)
+    reason = invalid_plan(profile, machine, plan)
+    if reason is not None:
+        raise PlanError(reason[0], where=str(mesh), remedy=reason[1])
     layers, sizes = layer_vectors(profile), plan.stages or even_partition(profile, plan.sections)
     counts = section_counts(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
     own, memory = NUMBER_BYTES.get(parameter_precision(profile, precision), 4), machine.device.memory_bytes_per_s
-    each, gathered = layers.held(mesh.pipeline) / over, gathered_number_bytes(profile, plan, precision)
+    each, gathered = layers.held(mesh.pipeline) / over, gathered_number_bytes(profile, plan)
     parameters = sum_by_stage(counts @ each, plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
@@ -340,12 +345,12 @@ def parameter_precision(profile: ModelProfile, precision: str) -> str:
     return "fp32" if profile.framework else precision
 
 
-def gathered_number_bytes(profile: ModelProfile, plan: Plan, precision: str) -> Vector:
+def gathered_number_bytes(profile: ModelProfile, plan: Plan) -> Vector:
     """Return the bytes of a parameter of each distinct layer where ZeRO gathers it.
 
     Those of products are gathered in the step's precision, those of norms and tables as they are kept.
     """
-    own, width = (NUMBER_BYTES.get(each, 4) for each in (parameter_precision(profile, precision), precision))
+    own, width = (NUMBER_BYTES.get(each, 4) for each in (parameter_precision(profile, plan.precision), plan.precision))
     products = (layer_vectors(profile).flops > 0) & (plan.zero > 0)
     return np.where(products, float(min(own, width)), float(own))
 
@@ -355,28 +360,21 @@ def reduced_number_bytes(plan: Plan, own: int) -> int:
     return min(own, 2) if plan.zero and plan.wire == "bf16" else own
 
 
-def check_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> None:
-    """Raise PlanError where the plan is impossible."""
-    reason = invalid_plan(profile, machine, plan, batch_size)
-    if reason is not None:
-        raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
-
-
-def invalid_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+def invalid_plan(profile: ModelProfile, machine: MachineModel, plan: Plan) -> tuple[str, str] | None:
     """Return why a plan is impossible, and a remedy; None where it is possible."""
     mesh = plan.mesh
     if mesh.size > machine.devices:
         return f"the plan takes {mesh.size} devices, the cluster has {machine.devices}", "lower a degree"
-    if mesh.data_ranks > batch_size:
+    if mesh.data_ranks > plan.batch_size:
         hint = f"use batch_size={mesh.data_ranks} or fewer data ranks"
-        return f"batch_size={batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
+        return f"batch_size={plan.batch_size} is smaller than the {mesh.data_ranks} data ranks", hint
     if profile.heads and profile.heads % mesh.tensor:
         return f"tp={mesh.tensor} does not divide {profile.heads} heads", "use a divisor of the heads"
     if plan.sequence and mesh.tensor == 1:
         return "sequence=1 divides tokens over tensor-parallel ranks, and tp=1", "use tp=2 or more, or leave it out"
     if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
         return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
-    return invalid_staging(profile, plan, batch_size)
+    return invalid_staging(profile, plan)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate, chain, product
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -262,13 +261,6 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
 _MemoryChoices = tuple[tuple[str, bool], ...]  # recomputation and sequence parallelism, from the quickest on
 
 
-class _EstimateOptions(TypedDict):
-    """Arguments of every estimate."""
-
-    batch_size: int
-    precision: str
-
-
 class _PlanSizer:
     """Estimates time and memory of a request's plans; values that plans share are computed once."""
 
@@ -278,16 +270,11 @@ class _PlanSizer:
         self._machine = cache(
             lambda ranks: MachineModel.of(question.cluster, ranks if of_cpus else None, question.threads or 0)
         )
-        self._numbers: _EstimateOptions = {"batch_size": question.batch_size, "precision": question.precision}
-
-    def machine(self, plan: Plan) -> MachineModel:
-        """Return the devices for the plan's ranks."""
-        return self._machine(plan.mesh.size)
 
     def sized(self, plan: Plan) -> Plan | InfeasiblePlan:
         """Return the plan with its estimate, or why it is impossible."""
-        profile, machine = self.question.profile, self.machine(plan)
-        reason = invalid_plan(profile, machine, plan, self.question.batch_size) or invalid_combination(plan)
+        profile, machine = self.question.profile, self._machine(plan.mesh.size)
+        reason = invalid_plan(profile, machine, plan) or invalid_combination(plan)
         if self.question.compile == "inductor":
             reason = reason or invalid_compile(plan.recompute, profile.recounted)
         if plan.recompute != "none" and not _recomputes(profile):
@@ -296,22 +283,22 @@ class _PlanSizer:
             return InfeasiblePlan(strategy=plan.strategy, reason=reason[0], hint=reason[1], plan=plan)
         room = min(USABLE * machine.device.memory_bytes or math.inf, self.question.room_bytes or math.inf)
         if plan.mesh.pipeline > 1:
-            sizes = stage_sizes(profile, machine, plan, room_bytes=room, **self._numbers)
+            sizes = stage_sizes(profile, machine, plan, room_bytes=room)
             plan = replace(plan, stages=sizes, cuts=section_entries(profile, sizes))
             layer = _cut_tensor_layer(profile, plan)
             if layer:
                 why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
                 return InfeasiblePlan(strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan)
-        memory = stage_memory(profile, plan, apart=machine.device.apart, **self._numbers)
+        memory = stage_memory(profile, plan, apart=machine.device.apart)
         if max(memory) > room:
             return _out_of_memory(plan, memory, room)
-        missing = host_bytes(profile, plan, machine, precision=self.question.precision) - machine.host_bytes
+        missing = host_bytes(profile, plan, machine) - machine.host_bytes
         if machine.host_bytes and missing > 0:
             what = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
             more = "have more nodes with servers" if plan.servers else "shard over more devices"
             hint = f"{more}, or use nodes with more memory"
             return InfeasiblePlan(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
-        work = compute_step_work(profile, machine, plan, **self._numbers)
+        work = compute_step_work(profile, machine, plan)
         return replace(plan, estimate=point_estimate(work, memory, self.calibration))
 
 
@@ -432,9 +419,7 @@ _Sizes = tuple[int, ...]
 _FORBIDDEN_CUT_S = 1e6  # over a cut that must not be
 
 
-def stage_sizes(
-    profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str, room_bytes: float
-) -> _Sizes:
+def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, room_bytes: float) -> _Sizes:
     """Return the number of layers of each stage of a plan, or of each of its chunks.
 
     It minimizes a micro-batch's time on the slowest stage, recomputation included, plus its time over the slowest cut.
@@ -444,7 +429,7 @@ def stage_sizes(
     has a trained layer, if there are enough.
 
     Args:
-        profile, batch_size, precision: as for `estimate`.
+        profile: of the model.
         machine: devices of the plan.
         plan: its own `stages` are ignored.
         room_bytes: usable memory of each device.
@@ -453,18 +438,18 @@ def stage_sizes(
         ValueError: there are fewer layers than stages or chunks.
         PlanError: the plan is impossible.
     """
-    stages, (_, rows) = plan.sections, plan.micro_batches(batch_size)
+    stages, (_, rows) = plan.sections, plan.micro_batches(plan.batch_size)
     if plan.mesh.pipeline == 1:
         return (len(profile.layers),)
     remote = next_stage_is_remote(machine, plan.mesh)
     step = _MicroBatchStep(
-        tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=precision, remote=remote
+        tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=plan.precision, remote=remote
     )
     quickest, limit = _quickest(profile, machine, step, stages)
     if plan.chunks > 1:
         return quickest
     layers = layer_vectors(profile)
-    memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    memory = layer_memory(profile, plan)
     room = _LayerMemoryLimit(memory=memory, order=layers.order, room_bytes=room_bytes)
     if not room.may_do(stages) or memory.of_stages(section_counts(profile, quickest), "", stages).max() <= room_bytes:
         return quickest
@@ -557,10 +542,10 @@ class _LayerTimes:
 @lru_cache(maxsize=1024)
 def _times(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep) -> _LayerTimes:
     """Return the times of a micro-batch by layer."""
-    alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
-    work = replace(
-        compute_step_work(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote
+    alone = replace(
+        Plan.parse(f"tp={step.tensor}"), batch_size=step.rows, recompute=step.recompute, precision=step.precision
     )
+    work = replace(compute_step_work(profile, machine, alone), remote=step.remote)
     layers = layer_vectors(profile)
     # So expensive that another cut is taken where there is one; otherwise the plan is refused.
     forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * _FORBIDDEN_CUT_S

@@ -80,7 +80,7 @@ class Size:
         with torch.device("meta"):
             built = self.build()
         profile = profile_model(built, {"x": np.zeros((1, self.tokens), np.int64)}, ("x",))
-        (found,) = stage_memory(profile, plan, batch_size=self.rows, precision=plan.precision, apart=apart)
+        (found,) = stage_memory(profile, plan, apart=apart)
         return found
 
 

@@ -13,8 +13,7 @@ import numpy as np
 
 import trainwright as tw
 from trainwright.strategies.cost_model.estimator import expected_terms
-from trainwright.strategies.cost_model.machine_model import MachineModel
-from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work
+from trainwright.strategies.cost_model.step_work import StepWork, planned_step_work
 
 FOLDER = Path(__file__).parents[1] / "reference" / "planner"
 VTRAIN_SMALL, VTRAIN_LARGE = "vtrain_a100_up_to_4_gpus", "vtrain_a100_up_to_512_gpus"
@@ -103,8 +102,12 @@ def _predicted(measured: Sequence[tw.Measurement], calibration: tw.Calibration |
 
 @cache
 def _work(one: tw.Measurement) -> StepWork:
-    machine = MachineModel.of(one.cluster)
-    return compute_step_work(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
+    return planned_step_work(one.profile, one.cluster, planned(one))
+
+
+def planned(one: tw.Measurement) -> tw.Plan:
+    """The plan with its batch and precision."""
+    return replace(one.plan, batch_size=one.batch_size, precision=one.precision)
 
 
 @cache

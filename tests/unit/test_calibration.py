@@ -10,8 +10,8 @@ import pytest
 import trainwright as tw
 from trainwright.core.cluster import ACCELERATORS
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.cost_model.machine_model import CPU_CORE, MachineModel
-from trainwright.strategies.cost_model.step_work import compute_step_work, fsdp_units
+from trainwright.strategies.cost_model.machine_model import CPU_CORE
+from trainwright.strategies.cost_model.step_work import fsdp_units, planned_step_work
 
 CORES = tw.Cluster.parse("2x1xCPU")
 NUMBERS = tw.transformer_profile(hidden=64, layers=2, heads=4, sequence=8, vocabulary=100)
@@ -59,9 +59,7 @@ def test_zeros_collectives_are_as_many_as_the_blocks_of_a_list() -> None:
     profile = ModelProfile(framework="torch", layers=tuple(replace(layer, name=name) for name in names))
     assert fsdp_units(profile) == 3 and fsdp_units(NUMBERS) == len(NUMBERS.layers)
     zero2, zero3 = (
-        compute_step_work(
-            profile, MachineModel.of(CORES, 2), tw.Plan.parse(text), batch_size=2, precision="fp32"
-        ).gathers
+        planned_step_work(profile, CORES, replace(tw.Plan.parse(text), batch_size=2)).gathers
         for text in ("dp=2,zero=2", "fsdp=2")
     )
     assert (zero2, zero3) == (6, 9)

@@ -19,12 +19,16 @@ from trainwright.strategies import STRATEGIES
 from trainwright.strategies.cost_model.machine_model import MachineModel, RankGroup, rank_group
 from trainwright.strategies.cost_model.memory_estimate import layer_memory, micro_batches_in_flight, stage_memory
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
-from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, even_partition, layer_vectors
+from trainwright.strategies.cost_model.step_work import StepWork, even_partition, layer_vectors, planned_step_work
 from trainwright.strategies.search.plan_ranking import Ranking, search_plans
 from trainwright.strategies.search.plan_request import PlanRequest
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")
+
+
+def planned(text: str, batch: int, precision: str = "bf16") -> tw.Plan:
+    return replace(tw.Plan.parse(text), batch_size=batch, precision=precision)
 
 
 def estimated(plan: str, cluster: tw.Cluster = NODES, profile: ModelProfile = GPT, batch: int = 256) -> tw.Estimate:
@@ -33,8 +37,8 @@ def estimated(plan: str, cluster: tw.Cluster = NODES, profile: ModelProfile = GP
 
 @pytest.mark.parametrize(("plan", "part"), [("dp=2", 1.0), ("fsdp=8", 1 / 8), ("fsdp=8,zero=2", 1 / 8)])
 def test_an_average_of_weights_is_two_copies_of_the_parameters(plan: str, part: float) -> None:
-    averaged, chosen = replace(GPT, weight_copies=2), tw.Plan.parse(plan)
-    (before,), (after,) = (stage_memory(each, chosen, batch_size=16, precision="fp32") for each in (GPT, averaged))
+    averaged, chosen = replace(GPT, weight_copies=2), planned(plan, 16, "fp32")
+    (before,), (after,) = (stage_memory(each, chosen) for each in (GPT, averaged))
     assert after - before == pytest.approx(2 * 4 * GPT.parameters * part, rel=1e-6)
 
 
@@ -170,11 +174,11 @@ def test_what_costs_what() -> None:
 
 
 def test_memory_of_each_stage() -> None:
-    plan = tw.Plan.parse("pp=4,dp=8,micro_batch=1")
-    first, *middle, last = stage_memory(GPT, plan, batch_size=256, precision="bf16")
+    plan = planned("pp=4,dp=8,micro_batch=1", 256)
+    first, *middle, last = stage_memory(GPT, plan)
     assert middle[0] > middle[1], "an earlier stage has more micro-batches in flight"
     assert first > middle[0] and last > middle[1], "embedding and logits"
-    gpipe = stage_memory(GPT, replace(plan, schedule="gpipe"), batch_size=256, precision="bf16")
+    gpipe = stage_memory(GPT, replace(plan, schedule="gpipe"))
     assert gpipe[2] > middle[1]
     assert micro_batches_in_flight(plan, 32).tolist() == [4, 3, 2, 1] and micro_batches_in_flight(plan, 2).tolist() == [
         2,
@@ -183,8 +187,7 @@ def test_memory_of_each_stage() -> None:
         1,
     ]
     whole, third = (
-        layer_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16").states[layer_vectors(GPT).order].sum()
-        for text in ("dp=32", "fsdp=32")
+        layer_memory(GPT, planned(text, 32)).states[layer_vectors(GPT).order].sum() for text in ("dp=32", "fsdp=32")
     )
     assert whole - third == pytest.approx(16 * GPT.parameters * 31 / 32, rel=0.01)
 
@@ -195,7 +198,7 @@ def test_memory_of_a_model_in_one_stage() -> None:
     profile = ModelProfile(framework="torch", layers=(replace(layer, block_place=1),) * 10)
 
     def of(plan: str, batch: int = 1, *, apart: bool = True, profile: ModelProfile = profile) -> int:
-        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=batch, precision="fp32", apart=apart)
+        (found,) = stage_memory(profile, planned(plan, batch, "fp32"), apart=apart)
         return found
 
     grads = 4000  # of one layer
@@ -206,18 +209,15 @@ def test_memory_of_a_model_in_one_stage() -> None:
     assert of("dp=4", 4) == of("accumulation=4", 4), "as they do in the buckets of a reduction"
     assert of("fsdp=4", 4) == 10 * 3000 + 10 * 4000 + grads // 4 + 4 * 4000, "one layer is whole at a time"
     assert of("dp=4,zero=2", 4) == 10 * 7000 + 10 * 4000 + grads // 4 + 2 * 4000, "beside the whole the part"
-    staged, divided = (tw.Plan.parse(f"pp=2,{data},micro_batch=1") for data in ("dp=2", "fsdp=2"))
-    whole, parts = (stage_memory(profile, each, batch_size=4, precision="fp32")[1] for each in (staged, divided))
+    staged, divided = (planned(f"pp=2,{data},micro_batch=1", 4, "fp32") for data in ("dp=2", "fsdp=2"))
+    whole, parts = (stage_memory(profile, each)[1] for each in (staged, divided))
     more = 5 * (2000 - 4000)  # its part of the parameters beside the whole, and the half of Adam's state less
     assert parts - 2 * 4000 == whole + more, "gradients add up whole"
     assert of("dp=4,zero=1", 4) == of("dp=4,zero=2", 4), "with one micro-batch they are divided as they come"
     summed = of("dp=4,zero=1,accumulation=4", 16)
     assert summed == 10 * (4000 + 4000 + 2000 + 1000) + 10 * 4000 + grads + 2 * 4000, "else at the end of the step"
     scored = replace(profile, layers=(replace(layer, scores_numbers=3000),) * 10)
-    selective, plain = (
-        stage_memory(each, tw.Plan.parse("recompute=selective"), batch_size=4, precision="fp32")[0]
-        for each in (scored, profile)
-    )
+    selective, plain = (stage_memory(each, planned("recompute=selective", 4, "fp32"))[0] for each in (scored, profile))
     assert selective == plain + 4 * 3000 * 4, "attention's scores of one layer at a time"
     assert of("recompute=full", 4) == 10 * 12_000 + 4 * (10 * 2000 + 4000) + grads, "what a layer makes again"
     pairs = replace(profile, layers=tuple(replace(layer, block_place=1 + place % 2) for place in range(10)))
@@ -234,7 +234,7 @@ def test_memory_under_autocast() -> None:
     profile = ModelProfile(framework="torch", layers=(replace(layer, block_place=1),) * 10)
 
     def of(plan: str, profile: ModelProfile = profile) -> int:
-        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=8, precision="bf16")
+        (found,) = stage_memory(profile, planned(plan, 8))
         return found
 
     kept, cast, grads = 10 * 8 * 2000, 10 * 2000, 4000
@@ -268,10 +268,10 @@ def test_zero_gathers_products_in_half_precision() -> None:
     product = LayerCost(
         name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000
     )
-    profile, machine = ModelProfile(framework="torch", layers=(table, product)), MachineModel.of(NODE)
+    profile = ModelProfile(framework="torch", layers=(table, product))
 
     def sent(plan: str, precision: str = "bf16", of: ModelProfile = profile) -> tuple[float, float]:
-        state = compute_step_work(of, machine, tw.Plan.parse(plan), batch_size=64, precision=precision).state
+        state = planned_step_work(of, NODE, planned(plan, 64, precision)).state
         return float(state.gathered_bytes[0]), float(state.gradient_bytes[0])
 
     assert sent("fsdp=4") == sent("dp=4,zero=2") == (300 * 4 + 1000 * 2, 1300 * 4), "gradients in full precision"
@@ -387,10 +387,10 @@ def test_what_the_engine_refuses_to_compute_again_compiled_is_refused_in_its_wor
 
 def test_replica_after_replica_fills_the_nodes() -> None:
     """Stages of a replica that fits into a node send nothing over the network, its replicas reduce over it."""
-    machine = MachineModel.of(tw.Cluster.parse("2x8xH100-80GB"))
+    cluster = tw.Cluster.parse("2x8xH100-80GB")
 
     def work(plan: str) -> StepWork:
-        return compute_step_work(GPT, machine, tw.Plan.parse(plan), batch_size=64, precision="bf16")
+        return planned_step_work(GPT, cluster, planned(plan, 64))
 
     inside = work("pp=2,dp=8")
     assert not inside.remote and inside.data == RankGroup(size=8, local=4)
@@ -402,7 +402,7 @@ def test_tokens_divided_over_tensor_ranks_leave_no_activation_whole() -> None:
     plan = tw.Plan.parse("tp=8,sequence=1,micro_batch=1")
     assert plan.sequence and plan.text == "tp=8,sequence=1,micro_batch=1" and tw.Plan.parse(plan.text) == plan
     plain = tw.Plan.parse("tp=8,micro_batch=1")
-    kept = [layer_memory(GPT, each, batch_size=1, precision="bf16").kept for each in (plan, plain)]
+    kept = [layer_memory(GPT, planned(each.text, 1)).kept for each in (plan, plain)]
     whole = (
         2
         * layer_vectors(GPT).kept_numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.support.published_measurements import (
     gpipe,
     megatron,
     mosaicml,
+    planned,
     regret,
     sets,
     split,
@@ -75,7 +77,7 @@ def test_a_cluster_it_has_no_row_of() -> None:
 def test_no_run_that_worked_is_called_out_of_memory() -> None:
     called = []
     for one in chain.from_iterable(sets().values()):
-        memory = stage_memory(one.profile, one.plan, batch_size=one.batch_size, precision=one.precision)
+        memory = stage_memory(one.profile, planned(one))
         if max(memory) > USABLE * MachineModel.of(one.cluster).device.memory_bytes:
             called.append(one.plan.text)
     assert called == ["dp=640,zero=3,micro_batch=4,recompute=full"], (
@@ -89,7 +91,7 @@ def test_a_loss_that_is_not_fused_holds_14_bytes_of_each_logit() -> None:
     plain, fused = (
         stage_memory(
             tw.transformer_profile(**sizes, fused_attention=True, fused_loss=which),  # type: ignore[arg-type]
-            tw.Plan.parse("fsdp=8,micro_batch=1,recompute=full"), batch_size=8, precision="bf16",
+            replace(tw.Plan.parse("fsdp=8,micro_batch=1,recompute=full"), batch_size=8, precision="bf16"),
         )[0]
         for which in (False, True)
     )  # fmt: skip

@@ -84,7 +84,8 @@ def test_what_cannot_be_divided() -> None:
 
 
 def cut(plan: tw.Plan, profile: ModelProfile, room_bytes: float, batch: int = 64) -> Sizes:
-    return stage_sizes(profile, MachineModel.of(NODE), plan, batch_size=batch, precision="bf16", room_bytes=room_bytes)
+    plan = replace(plan, batch_size=batch, precision="bf16")
+    return stage_sizes(profile, MachineModel.of(NODE), plan, room_bytes=room_bytes)
 
 
 def step_s(plan: tw.Plan, profile: ModelProfile, batch: int = 64) -> float:
@@ -92,7 +93,7 @@ def step_s(plan: tw.Plan, profile: ModelProfile, batch: int = 64) -> float:
 
 
 def fullest(plan: tw.Plan, profile: ModelProfile, batch: int = 64) -> int:
-    return max(stage_memory(profile, plan, batch_size=batch, precision="bf16"))
+    return max(stage_memory(profile, replace(plan, batch_size=batch, precision="bf16")))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -139,8 +140,8 @@ def test_each_stage_has_a_layer_that_is_trained(layers: list[tuple[int, bool]], 
         for number, (cost, trained) in enumerate(layers)
     )  # fmt: skip
     profile = ModelProfile(framework="torch", layers=made)
-    plan = tw.Plan.parse(f"pp={stages},accumulation=4")
-    sizes = stage_sizes(profile, MachineModel.of(NODE), plan, batch_size=16, precision="fp32", room_bytes=80 * GIB)
+    plan = replace(tw.Plan.parse(f"pp={stages},accumulation=4"), batch_size=16)
+    sizes = stage_sizes(profile, MachineModel.of(NODE), plan, room_bytes=80 * GIB)
     trained = [trained for _, trained in layers]
     if sum(trained) >= stages:
         assert all(any(run) for run in runs(trained, sizes))

@@ -44,9 +44,9 @@ def noisy(row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
 
 
 def test_a_teacher_in_the_loss_takes_memory_and_time_forward_alone() -> None:
-    cluster, plan = tw.Cluster.parse("4x8xA100-80GB"), tw.Plan.parse("dp=2,accumulation=2")
+    cluster, plan = tw.Cluster.parse("4x8xA100-80GB"), replace(tw.Plan.parse("dp=2,accumulation=2"), batch_size=64)
     both = replace(STUDENT, guests=(TEACHER, TEACHER))
-    alone, beside = (stage_memory(each, plan, batch_size=64, precision="fp32") for each in (STUDENT, both))
+    alone, beside = (stage_memory(each, plan) for each in (STUDENT, both))
     rows = 64 // 2 // 2
     assert beside[0] - alone[0] == 2 * (8 * 10**6 + 4 * rows * 4000), "its parameters, and what its largest layer needs"
     own = tw.estimate(both, cluster, plan, batch_size=64, precision="fp32")
@@ -61,8 +61,8 @@ def test_a_teacher_in_the_loss_takes_memory_and_time_forward_alone() -> None:
 def test_of_a_pipeline_the_stage_with_the_loss_holds_the_teacher() -> None:
     both = replace(STUDENT, guests=(TEACHER,))
     for text, stage in (("pp=2,micro_batch=4", 1), ("pp=2,micro_batch=4,chunks=2,schedule=zbv", 0)):
-        plan = tw.Plan.parse(text)
-        alone, beside = (stage_memory(each, plan, batch_size=32, precision="fp32") for each in (STUDENT, both))
+        plan = replace(tw.Plan.parse(text), batch_size=32)
+        alone, beside = (stage_memory(each, plan) for each in (STUDENT, both))
         more = [one - other for one, other in zip(beside, alone, strict=True)]
         assert more[stage] == 8 * 10**6 + 4 * 4 * 4000 and more[1 - stage] == 0
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 import trainwright as tw
-from tests.support.published_measurements import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
+from tests.support.published_measurements import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, planned, vtrain
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import FOLDED_SCHEDULES, Plan, loss_stage, section_of, stage_of_section
 from trainwright.strategies.cost_model.estimator import expected_terms
@@ -27,7 +27,7 @@ from trainwright.strategies.cost_model.pipeline_schedules import (
     stage_operations,
 )
 from trainwright.strategies.cost_model.step_timeline import GRADIENT_BUCKETS, Span, Timeline, timeline
-from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, sum_by_stage
+from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, planned_step_work, sum_by_stage
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.
@@ -136,7 +136,7 @@ def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: 
     plan = replace(plan, schedule=schedule, mesh=replace(plan.mesh, pipeline=stages))
     profile = ModelProfile(framework="", layers=(BLOCK,) * layers)
     batch = micro_batches * plan.mesh.data_ranks
-    return compute_step_work(profile, MACHINE, plan, batch_size=batch, precision="bf16")
+    return compute_step_work(profile, MACHINE, replace(plan, batch_size=batch, precision="bf16"))
 
 
 def of_kind(found: Timeline, stage: int, *kinds: str) -> list[Span]:
@@ -243,7 +243,6 @@ def test_gradients_are_reduced_as_they_are_made_and_clipping_waits_for_all() -> 
 def test_it_is_as_long_as_the_formulas_say_of_every_published_plan() -> None:
     apart = []
     for one in (*vtrain(VTRAIN_SMALL)[::6], *vtrain(VTRAIN_LARGE)[::4], *mosaicml("h100_80gb")[::4]):
-        machine = MachineModel.of(one.cluster)
-        asked = compute_step_work(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
+        asked = planned_step_work(one.profile, one.cluster, planned(one))
         apart.append(timeline(asked).step_s / sum(expected_terms(asked, DEFAULT).values()) - 1)
     assert max(map(abs, apart)) <= 0.03 and math.fsum(map(abs, apart)) / len(apart) <= 0.005

@@ -341,8 +341,8 @@ def test_a_cut_carries_all_that_is_needed_behind_it() -> None:
 
 def test_a_transformer_is_cut_between_its_blocks_where_the_network_is_slow() -> None:
     profile = profile_model(Transformer, {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
-    plan, machine = tw.Plan.parse("pp=4,micro_batch=4"), MachineModel.of(tw.Cluster.parse("4x1xL4@5Gb"))
-    sizes = stage_sizes(profile, machine, plan, batch_size=32, precision="bf16", room_bytes=1e12)
+    plan = replace(tw.Plan.parse("pp=4,micro_batch=4"), batch_size=32, precision="bf16")
+    sizes = stage_sizes(profile, MachineModel.of(tw.Cluster.parse("4x1xL4@5Gb")), plan, room_bytes=1e12)
     ends = [profile.layers[end - 1] for end in accumulate(sizes)][:-1]
     assert all(layer.name.endswith("mlp.2") and layer.cut_numbers == TOKENS * WIDTH for layer in ends)
 

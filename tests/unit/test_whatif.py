@@ -36,9 +36,8 @@ from trainwright.planning.what_if import (
 )
 from trainwright.reporting.html.run_charts import scaling_charts
 from trainwright.reporting.plan_view import plan_name
-from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline
-from trainwright.strategies.cost_model.step_work import compute_step_work
+from trainwright.strategies.cost_model.step_work import planned_step_work
 from trainwright.strategies.search.plan_ranking import estimate_of, search_plans
 from trainwright.strategies.search.plan_request import PlanRequest
 
@@ -290,7 +289,7 @@ def drawn(profile: tw.ModelProfile, cluster: str, plan: tw.Plan) -> tuple[str, E
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_a_lane_for_each_stage_and_a_rectangle_for_each_span(schedule: str) -> None:
     plan, cluster = shown(f"pp=4,dp=2,schedule={schedule},recompute=full"), tw.Cluster.parse("8xA100-80GB")
-    found = timeline(compute_step_work(GPT, MachineModel.of(cluster), plan, batch_size=16, precision="bf16"))
+    found = timeline(planned_step_work(GPT, cluster, plan))
     _, picture, texts = drawn(GPT, "8xA100-80GB", plan)
     assert [text for text in texts if text.startswith("stage")] == [f"stage {stage}" for stage in range(4)]
     titled = [rect for rect in of_tag(picture, "rect") if of_tag(rect, "title")]

@@ -91,14 +91,12 @@ def adapted() -> nn.Module:
 def test_a_model_most_of_which_is_frozen_is_cut_so_that_each_stage_trains() -> None:
     profile = profile_model(adapted, {"x": np.ones((1, 64), np.float32)}, ("x",))
     assert profile.most_stages == 2
-    plan = Plan.parse("pp=2,accumulation=4")
-    sizes = stage_sizes(
-        profile, MachineModel.of(Cluster.parse("2xcpu")), plan, batch_size=16, precision="fp32", room_bytes=2**34
-    )
+    plan = replace(Plan.parse("pp=2,accumulation=4"), batch_size=16)
+    sizes = stage_sizes(profile, MachineModel.of(Cluster.parse("2xcpu")), plan, room_bytes=2**34)
     (entry,) = section_entries(profile, sizes)
     names = [layer.name for layer in profile.layers]
     assert all(any("adapter" in name for name in part) for part in (names[: sizes[0]], names[sizes[0] :])), entry
-    refused = invalid_staging(profile, replace(plan, stages=(len(names) - 1, 1)), 16)
+    refused = invalid_staging(profile, replace(plan, stages=(len(names) - 1, 1)))
     assert refused is not None and "stage 1 of stages=" in refused[0] and "no layer that is trained" in refused[0]
 
 
