@@ -14,7 +14,7 @@ from trainwright.core.errors import JobError, nearest
 if TYPE_CHECKING:
     from trainwright.core.cluster import Cluster
     from trainwright.core.job import Job
-    from trainwright.studies.study_predictions import PredictedThroughput
+    from trainwright.reporting.html.run_charts import Band
     from trainwright.studies.study_report import StudyReport
     from trainwright.studies.study_trials import StudyTrial
 
@@ -146,10 +146,10 @@ def _larger(predict: str | None, counts: Sequence[int], job: Job) -> Cluster | N
     return larger
 
 
-def _predictions(trials: Sequence[StudyTrial], larger: Cluster | None) -> list[PredictedThroughput]:
+def _predictions(trials: Sequence[StudyTrial], larger: Cluster | None) -> dict[str, list[Band]]:
     from trainwright.studies.study_predictions import predict_scaling
 
-    return predict_scaling(trials, larger) if larger is not None and trials else []
+    return predict_scaling(trials, larger) if larger is not None and trials else {}
 
 
 def _run_all(trials: Sequence[StudyTrial], fresh: bool, concurrent: int = 1) -> list[StudyTrial]:

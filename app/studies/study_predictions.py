@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from operator import itemgetter
 
@@ -12,29 +12,13 @@ from trainwright.core.errors import PlanError
 from trainwright.core.plan import Plan
 from trainwright.planning.job_preparation import prepare, profile_of
 from trainwright.ray_cluster.discovery import connect, discover
+from trainwright.reporting.html.run_charts import Band
 from trainwright.reporting.plan_view import plan_from
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
 from trainwright.studies.study_trials import StudyTrial
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictedThroughput:
-    """Predicted throughput of a curve.
-
-    Attributes:
-        label: the curve.
-        x: number of workers.
-        mean, low, high: samples/s; nine of ten steps are expected between the last two.
-    """
-
-    label: str
-    x: int
-    mean: float
-    low: float
-    high: float
-
-
-def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[PredictedThroughput]:
+def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> dict[str, list[Band]]:
     """Predict the throughput of curves by workers on a larger cluster, from twice the most measured workers on.
 
     Args:
@@ -43,7 +27,8 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
         cluster: need not exist.
 
     Returns:
-        Predictions of the plan with the most workers of each curve, with more data ranks.
+        By curve, samples/s for numbers of workers: the plan with the most workers, with more data ranks. Nine of ten
+        steps are expected in the interval.
     """
     job = trials[0].job
     profile = profile_of(prepare(job, resume=True))
@@ -59,7 +44,7 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
         for trial, plan in plans if trial.history
     ])  # fmt: skip
     slots = cluster.accelerators or int(cluster.cpus)
-    found: list[PredictedThroughput] = []
+    found: dict[str, list[Band]] = {}
     for label in dict.fromkeys(trial.label for trial, _ in plans):
         most, widest = max(((trial.x, plan) for trial, plan in plans if trial.label == label), key=itemgetter(0))
         for plan in takewhile(lambda plan: plan.mesh.size + plan.servers <= slots, _doubled(widest)):
@@ -67,8 +52,7 @@ def predict_scaling(trials: Sequence[StudyTrial], cluster: Cluster) -> list[Pred
                 profile, cluster, plan, batch_size=job.batch_size, precision=job.training.precision, calibration=known
             )
             rates = [job.batch_size / seconds for seconds in (step.step_s, step.high_s, step.low_s)]
-            x = most * plan.mesh.data // widest.mesh.data
-            found.append(PredictedThroughput(label=label, x=x, mean=rates[0], low=rates[1], high=rates[2]))
+            found.setdefault(label, []).append(Band(most * plan.mesh.data // widest.mesh.data, *rates))
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
@@ -20,7 +21,6 @@ from trainwright.reporting.html.templates import render_page, render_template
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import RunView
 from trainwright.storage.run_summary import staleness_of
-from trainwright.studies.study_predictions import PredictedThroughput
 from trainwright.studies.study_trials import StudyKind, StudyTrial
 
 _Place = Callable[[RunHistory, float], float]  # of an evaluation after a step, on the x axis
@@ -63,7 +63,7 @@ class StudyReport:
         name: of the job.
         metric: the metric that is compared, or `samples/s`.
         trials: with their histories.
-        predictions: of studies by workers, beyond the measured numbers.
+        predictions: samples/s of studies by workers, beyond the measured numbers, by curve.
         predicted_for: the cluster that they are for.
     """
 
@@ -71,7 +71,7 @@ class StudyReport:
     name: str
     metric: str
     trials: Sequence[StudyTrial]
-    predictions: Sequence[PredictedThroughput] = ()
+    predictions: Mapping[str, Sequence[Band]] = field(default_factory=dict)
     predicted_for: str = ""
 
     @property
@@ -96,10 +96,10 @@ class StudyReport:
             for (label, x), mean in self.means.items()
         ]  # fmt: skip
         predicted = [
-            {"curve": each.label, "x": each.x, "mean": each.mean, "low": each.low, "high": each.high,
-             "unit": "samples/s"}
-            for each in self.predictions
-        ]  # fmt: skip
+            {"curve": label, **each._asdict(), "unit": "samples/s"}
+            for label, bands in self.predictions.items()
+            for each in bands
+        ]
         runs = [
             {"curve": trial.label, "x": trial.x, "seed": trial.seed, "run": trial.job.name} for trial in self.trials
         ]
@@ -157,13 +157,13 @@ class StudyReport:
                 spent = [_spent(_history(trial), math.inf) for trial in self._trials(label, x)]
                 row += [formatting.duration(fmean(spent))]
             rows.append(row)
-        for each in self.predictions:
-            row = [f"{each.label}, predicted", f"{each.x:,}"]
+        for label, each in ((label, each) for label, bands in self.predictions.items() for each in bands):
+            row = [f"{label}, predicted", f"{each.x:,}"]
             if self.kind == "scaling":
                 times, interval = each.mean / first, f"{_figure(each.low)} to {_figure(each.high)}"
                 row += [_figure(each.mean), interval, "-", f"{times:.2f}", formatting.percent(times * fewest / each.x)]
             else:
-                samples = fmean(_samples(_history(trial), math.inf) for trial in self._widest(each.label))
+                samples = fmean(_samples(_history(trial), math.inf) for trial in self._widest(label))
                 row += ["-", "-", "-", formatting.duration(samples / each.mean)]
             rows.append(row)
         more = {"scaling": ["speed-up", "efficiency"], "convergence": ["time of steps"], "batch": []}
@@ -179,29 +179,27 @@ class StudyReport:
     def _charts(self) -> list[tuple[str, str]]:
         if self.kind == "convergence":
             predicted = {
-                _curve_name(each.label, each.x): self._curve(self._widest(each.label), _at_rate(each.mean))
-                for each in self.predictions
+                _curve_name(label, each.x): self._curve(self._widest(label), _at_rate(each.mean))
+                for label, bands in self.predictions.items()
+                for each in bands
             }
             return [
                 (f"{self.metric} over time", self._curves("seconds of steps", _spent, predicted)),
                 (f"{self.metric} over samples", self._curves("samples", _samples)),
             ]
-        bands: dict[str, list[Band]] = {}
+        measured: dict[str, list[Band]] = {}
         for (label, x), mean in self.means.items():
-            bands.setdefault(label, []).append(Band(x=x, mean=mean.mean, low=mean.low, high=mean.high))
+            measured.setdefault(label, []).append(Band(x=x, mean=mean.mean, low=mean.low, high=mean.high))
         title = f"{self.metric} by {self.x_name}"
         if self.kind == "batch":
             scale = self._noise_scale()
             mark = ("gradient noise scale", scale) if scale is not None else None
-            return [(title, bands_chart(title, bands, self.x_name, log=True, mark=mark))]
-        first = min((band for found in bands.values() for band in found), key=lambda band: band.x)
-        largest = max([*(trial.x for trial in self.trials), *(each.x for each in self.predictions)])
+            return [(title, bands_chart(title, measured, self.x_name, log=True, mark=mark))]
+        points = list(chain(*measured.values(), *self.predictions.values()))
+        first, largest = min(points, key=itemgetter(0)), max(point.x for point in points)
         ideal = [(first.x, first.mean), (largest, first.mean * largest / first.x)]
-        beyond: dict[str, list[Band]] = {}
-        for each in self.predictions:
-            points = beyond.setdefault(each.label, bands[each.label][-1:])
-            points.append(Band(x=each.x, mean=each.mean, low=each.low, high=each.high))
-        return [(title, bands_chart(title, bands, self.x_name, ideal=ideal, beyond=beyond))]
+        beyond = {label: [*measured[label][-1:], *bands] for label, bands in self.predictions.items()}
+        return [(title, bands_chart(title, measured, self.x_name, ideal=ideal, beyond=beyond))]
 
     def _curves(self, xlabel: str, place: _Place, beyond: Mapping[str, Sequence[Band]] | None = None) -> str:
         """Draw the metric of each number of workers."""
@@ -280,7 +278,7 @@ def _history(trial: StudyTrial) -> RunHistory:
     return trial.history
 
 
-def _curve_name(label: str, workers: int) -> str:
+def _curve_name(label: str, workers: float) -> str:
     return f"{label}, {formatting.count(workers, 'worker')}"
 
 

@@ -202,9 +202,10 @@ def test_more_workers_than_were_measured_are_predicted_on_another_cluster(ran: l
     done(trials, lambda trial: (0.9, 0.2 / trial.x))
     measured = report("scaling", trials)
     predictions = predict_scaling(measured.trials, Cluster.parse("9x1xCPU@10Gb"))
-    assert [(each.label, each.x) for each in predictions] == [("synchronous", 4), ("synchronous", 8)]
-    assert all(each.low < each.mean < each.high for each in predictions)
-    assert 640 < predictions[0].mean < predictions[1].mean, "the model is fitted to 640 samples/s with two workers"
+    ((label, (four, eight)),) = predictions.items()
+    assert (label, four.x, eight.x) == ("synchronous", 4, 8)
+    assert all(each.low < each.mean < each.high for each in (four, eight))
+    assert 640 < four.mean < eight.mean, "the model is fitted to 640 samples/s with two workers"
     found = replace(measured, predictions=predictions, predicted_for="9x1xCPU@10Gb")
     assert "for 9x1xCPU@10Gb" in printed(found.view()) and ">synchronous, predicted<" in found.page()
     assert [entry["x"] for entry in found.data()["predicted"]] == [4, 8]
@@ -266,7 +267,8 @@ def test_more_synchronous_workers_converge_as_the_measured_ones_at_a_predicted_t
     history = measured.trials[-1].history
     assert history is not None and name == "synchronous, 4 workers"
     samples = [sum(record.samples for record in history.records if record.step <= at.step) for at in history.evaluated]
-    assert [band.x for band in curve] == pytest.approx([count / predictions[0].mean for count in samples])
+    rate = predictions["synchronous"][0].mean
+    assert [band.x for band in curve] == pytest.approx([count / rate for count in samples])
     assert [band.mean for band in curve] == pytest.approx([at.metrics["accuracy"] for at in history.evaluated])
     (row,) = [line.split() for line in printed(found.view()).splitlines() if line.split()[1:2] == ["predicted"]]
     assert row == ["synchronous,", "predicted", "4", "-", "-", "-", *duration(curve[-1].x).split()]
