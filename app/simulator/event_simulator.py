@@ -78,21 +78,6 @@ class Scenario:
             what = f"{len(self.slow)} of {self.workers} workers cannot be slow"
             raise PlanError(what, where="slow", remedy="give fewer, or more workers")
 
-    @property
-    def shard_bytes(self) -> float:
-        """Bytes of the parameters on each server."""
-        return self.parameter_bytes / self.servers
-
-    @property
-    def update_s(self) -> float:
-        """Seconds of an update on a server: Adam reads and writes 28 bytes for each 4 of a parameter."""
-        return 7 * self.shard_bytes / self.update_bytes_per_s
-
-    @property
-    def added_s(self) -> float:
-        """Seconds to add a push to others on a server: two reads and a write."""
-        return 3 * self.shard_bytes / self.update_bytes_per_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
@@ -179,40 +164,23 @@ class _Copy:
     held: _ServerState | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _UnitTimes:
-    """Seconds of a unit's parts, where nobody else is in the way; `handled_s` is of the servers' memory, for each."""
+    """Seconds of a unit's parts, where nobody else is in the way."""
 
-    latency_s: float
-    asked_s: float  # the lease, there and back, the batch, and word of what is pulled
-    shard_out_s: float
-    pulled_s: float
-    shard_in_s: float
-    pushed_s: float
-    handled_s: float
-    update_s: float
-
-    @classmethod
-    def of(cls, scenario: Scenario) -> _UnitTimes:
-        out_s = scenario.shard_bytes / scenario.server_bytes_per_s
+    def __init__(self, scenario: Scenario) -> None:
+        rule, part = scenario.consistency, scenario.wire.part
+        shard_bytes = scenario.parameter_bytes / scenario.servers
         link_s = scenario.parameter_bytes / scenario.worker_bytes_per_s
-        return cls(
-            latency_s=scenario.latency_s,
-            asked_s=2 * scenario.latency_s + scenario.between_s,
-            shard_out_s=out_s,
-            pulled_s=max(out_s, link_s) + scenario.latency_s,
-            shard_in_s=out_s * scenario.wire.part,
-            pushed_s=link_s * scenario.wire.part,
-            handled_s=_handled_s(scenario),
-            update_s=scenario.update_s,
-        )
-
-
-def _handled_s(scenario: Scenario) -> float:
-    """Return the seconds of a server for a push: to add it up, and in `async` its part of the update that follows."""
-    rule = scenario.consistency
-    added_s = scenario.added_s if rule.waits or rule.pushes > 1 else 0.0
-    return added_s if rule.waits else added_s + scenario.update_s / rule.pushes
+        self.latency_s = scenario.latency_s
+        # The lease, there and back, the batch, and word of what is pulled.
+        self.asked_s = 2 * scenario.latency_s + scenario.between_s
+        self.shard_out_s = shard_bytes / scenario.server_bytes_per_s
+        self.pulled_s = max(self.shard_out_s, link_s) + scenario.latency_s
+        self.shard_in_s, self.pushed_s = self.shard_out_s * part, link_s * part
+        self.update_s = 7 * shard_bytes / scenario.update_bytes_per_s  # Adam: 28 bytes for each 4 of a parameter
+        added_s = 3 * shard_bytes / scenario.update_bytes_per_s if rule.waits or rule.pushes > 1 else 0.0
+        # Of a server's memory for a push: to add it to others, and in `async` its part of the update that follows.
+        self.handled_s = added_s if rule.waits else added_s + self.update_s / rule.pushes
 
 
 class Simulation:
@@ -225,7 +193,7 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, *, learn: bool = True) -> None:
         self._scenario = scenario
-        self._times = _UnitTimes.of(scenario)
+        self._times = _UnitTimes(scenario)
         self._random = np.random.default_rng(scenario.seed)
         self._normals: list[float] = []
         self._learner = QuadraticProblem(scenario) if learn else None
