@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -204,7 +204,7 @@ class Simulation:
         self._idle: dict[str, _Worker] = {}
         self._parked: list[tuple[int, int]] = []  # heap: version that is needed, worker
         self._staleness, self._waited_s = StalenessCounts(), 0.0
-        self._again, self._lost = 0, [0, 0]
+        self._lost = [0, 0]
         self._curve: list[tuple[float, int, tuple[float, ...]]] = []
         self._copy = _Copy()
         self._begin(0)
@@ -413,18 +413,15 @@ class Simulation:
 
     def _told(self) -> None:
         """Add up the counts of the epoch's admission and lease table."""
-        self._staleness += self._admission.staleness()
-        self._again += self._lease_table.again
+        self._staleness += replace(self._admission.staleness(), again=self._lease_table.again)
 
     def _outcome(self) -> SimulationResult:
         self._told()
-        told = self._staleness
         busiest = max(self._queues, key=lambda name: self._queues[name].busy_s)
         return SimulationResult(
             scenario=self._scenario, seconds=self._now_s, waited_s=self._waited_s,
             busy=min(self._queues[busiest].busy_s / self._now_s, 1.0), busiest=busiest,
-            staleness=StalenessCounts(counts=told.counts, unit=told.unit, dropped=told.dropped, again=self._again),
-            lost=(self._lost[0], self._lost[1]), curve=tuple(self._curve),
+            staleness=self._staleness, lost=(self._lost[0], self._lost[1]), curve=tuple(self._curve),
             rates=self._learner.rates if self._learner else (),
         )  # fmt: skip
 
