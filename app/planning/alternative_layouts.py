@@ -23,6 +23,7 @@ from trainwright.strategies.search.plan_ranking import (
     TIE_RATIO,
     best_plan,
     estimate_of,
+    first_of_strategies,
     plans_within,
     search_plans,
     suggest_changes,
@@ -215,8 +216,8 @@ class AlternativePlans:
         best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration)
         if best is not None:
             return replace(best, placement=self.plans[0].placement), ""
-        nearest = {item.strategy: item.reason for item in reversed(found.misfits)}
-        return None, "; ".join(f"{name}: {why}" for name, why in nearest.items())
+        nearest = first_of_strategies(found.misfits).items()
+        return None, "; ".join(f"{name}: {misfit.reason}" for name, misfit in nearest)
 
     def _demands(self) -> list[tuple[PlanConstraints, Collection[str]]]:
         """Return the pinned choices without degrees, then none."""

@@ -19,7 +19,7 @@ from trainwright.core.errors import JobError, PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.peer_options import PEER_STRATEGIES
-from trainwright.core.plan import InfeasiblePlan, Plan, PlanConstraints, RejectedPlan
+from trainwright.core.plan import Plan, PlanConstraints, RejectedPlan
 from trainwright.planning.alternative_layouts import candidate_plans
 from trainwright.planning.decision import Decision, compare_plans
 from trainwright.strategies import STRATEGIES, strategies_for
@@ -27,6 +27,7 @@ from trainwright.strategies.search.plan_ranking import (
     Ranking,
     best_plan,
     estimate_of,
+    first_of_strategies,
     is_asynchronous,
     is_model_parallel,
     search_plans,
@@ -71,11 +72,11 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     )
     notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
-    planned = {plan.strategy for plan in found.plans}
+    planned, misfits = first_of_strategies(found.plans), first_of_strategies(found.misfits)
     return Decision(
         chosen=replace(chosen, notes=(*chosen.notes, *notes)),
         rejected=rejected,
-        infeasible=tuple(_nearest(found.misfits, planned)),
+        infeasible=tuple(misfit for name, misfit in misfits.items() if name not in planned),
         profile=question.profile,
         cluster=cluster,
         used=allowed,
@@ -226,10 +227,9 @@ def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> P
     """Return the error that no plan can run the job, with reasons and a remedy."""
     pins = question.pins
     misfits = sorted(found.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # asked for: first
-    reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
-    asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
-    for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
-        reasons.append(f"{plan.strategy}: does not match {pins}")
+    nearest_ones = first_of_strategies(misfits).values()
+    reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in nearest_ones if item.strategy in names]
+    reasons += [f"{name}: does not match {pins}" for name in first_of_strategies(found.plans) if name in names]
     change = "change what a reason above names"
     if any(item.missing_bytes for item in found.misfits if item.strategy in names):
         found_way = suggest_changes(question, lambda plan: plan.strategy in names and pins.allow(plan))
@@ -273,26 +273,9 @@ def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
 def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
     """Return the best plan of each other strategy, and a faster plan of the chosen strategy."""
     limit = estimate_of(chosen).target_s
-    found = [plan for plan in _best(plans) if plan.strategy != chosen.strategy]
+    found = [plan for plan in first_of_strategies(plans).values() if plan.strategy != chosen.strategy]
     quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
     return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers)]
-
-
-def _best(plans: Iterable[Plan]) -> list[Plan]:
-    """Return the first plan of each strategy."""
-    found: dict[str, Plan] = {}
-    for plan in plans:
-        found.setdefault(plan.strategy, plan)
-    return list(found.values())
-
-
-def _nearest(misfits: Iterable[InfeasiblePlan], but: Collection[str] = ()) -> list[InfeasiblePlan]:
-    """Return the nearest misfit of each strategy without a plan."""
-    found: dict[str, InfeasiblePlan] = {}
-    for item in misfits:
-        if item.strategy not in but:
-            found.setdefault(item.strategy, item)
-    return list(found.values())
 
 
 def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstraints) -> RejectedPlan:

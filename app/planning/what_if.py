@@ -41,6 +41,7 @@ from trainwright.strategies.search.plan_ranking import (
     Ranking,
     best_plan,
     estimate_of,
+    first_of_strategies,
     nothing_fits,
     search_plans,
 )
@@ -403,17 +404,14 @@ def _reason(plan: Plan, best: Plan) -> str:
 
 def _other_rows(answer: WhatIf) -> list[tuple[str, str, str]]:
     """Return the best plan of each other strategy, and the nearest ones that do not fit."""
-    best = answer.plans[0]
-    shown, rows = {best.strategy}, []
-    for plan in answer.plans:
-        if plan.strategy not in shown:
-            shown.add(plan.strategy)
-            rows.append((f"{plan.strategy}: {plan_name(plan)}", _reason(plan, best), compare_plans(plan, best)))
-    for misfit in answer.misfits:
-        if misfit.strategy not in shown:
-            shown.add(misfit.strategy)
-            name = f"{misfit.strategy}: {infeasible_name(misfit)}" if misfit.plan else misfit.strategy
-            rows.append((name, "not possible", f"{misfit.reason}; {misfit.hint}"))
+    plans, misfits = first_of_strategies(answer.plans), first_of_strategies(answer.misfits)
+    best, *others = plans.values()
+    rows = [(f"{plan.strategy}: {plan_name(plan)}", _reason(plan, best), compare_plans(plan, best)) for plan in others]
+    rows += [
+        (infeasible_name(misfit), "not possible", f"{misfit.reason}; {misfit.hint}")
+        for name, misfit in misfits.items()
+        if name not in plans
+    ]
     return rows[:_SHOWN_OTHERS]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate, chain, product
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,8 @@ _INTERVAL_PLANS = 20  # plans that get an interval, beside the best of each stra
 _REQUIRED_SPEEDUP = 1.1  # to the same loss, for asynchronous or stale training that the job does not ask for
 _CONSISTENCIES = ("", "sync", "ssp", "async")  # the simplest first
 TIE_RATIO = 1.02  # times the best step: the simplest of these is chosen
+
+_SomePlan = TypeVar("_SomePlan", Plan, InfeasiblePlan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +212,14 @@ def _without_needless_division(plans: Iterable[Plan]) -> list[Plan]:
         return factor * estimate_of(plan).target_s < best_s and plan.placement.accelerators > 0
 
     return list(filter(is_needed, found))
+
+
+def first_of_strategies(plans: Iterable[_SomePlan]) -> dict[str, _SomePlan]:
+    """Return the first plan of each strategy, by the strategy's name."""
+    found: dict[str, _SomePlan] = {}
+    for plan in plans:
+        found.setdefault(plan.strategy, plan)
+    return found
 
 
 def is_model_parallel(plan: Plan) -> bool:
@@ -612,13 +623,10 @@ def is_synchronous(plan: Plan) -> bool:
     return plan.topology != "independent"
 
 
-def plans_within(question: PlanRequest, room_bytes: int) -> tuple[Plan, ...]:
+def plans_within(question: PlanRequest, room_bytes: int) -> list[Plan]:
     """Return the best synchronous plan of each strategy that takes at most so much of a device, whatever is pinned."""
-    found: dict[str, Plan] = {}
-    for plan in search_plans(replace(question.free, room_bytes=room_bytes)).plans:
-        if is_synchronous(plan):
-            found.setdefault(plan.strategy, plan)
-    return tuple(found.values())
+    found = search_plans(replace(question.free, room_bytes=room_bytes)).plans
+    return list(first_of_strategies(filter(is_synchronous, found)).values())
 
 
 def suggest_changes(question: PlanRequest, suited: Callable[[Plan], bool] = is_synchronous) -> str:
