@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 _WHOLE = 2.0**60  # of all costs together
 _Fits = Callable[[int, int, int], bool]
 
@@ -101,33 +99,13 @@ def _first(fits: _Fits, stage: int, begin: int, end: int) -> int:
 
 
 def _fits_memory(room: MemoryLimit) -> _Fits:
-    """Return a function that says whether layers fit a stage, from prepared sums and maxima."""
+    """Return a function that says whether layers fit a stage, from prepared sums."""
     if any(after > before for before, after in pairwise(room.in_flight)):
         raise ValueError("a stage has more micro-batches in flight than the one before it")
     fixed, kept = ([0.0, *accumulate(each)] for each in (room.fixed_bytes, room.kept_bytes))
-    flight, bytes_ = room.in_flight, room.room_bytes
-    peak = _range_maximum(room.working_bytes)
 
     def fits(stage: int, begin: int, end: int) -> bool:
-        held = fixed[end] - fixed[begin] + flight[stage] * (kept[end] - kept[begin])
-        return held + peak(begin, end) <= bytes_
+        held = fixed[end] - fixed[begin] + room.in_flight[stage] * (kept[end] - kept[begin])
+        return held + max(room.working_bytes[begin:end], default=0.0) <= room.room_bytes
 
     return fits
-
-
-def _range_maximum(values: Sequence[float]) -> Callable[[int, int], float]:
-    """Return a function for the largest value from `begin` to `end` (exclusive): a sparse table of powers of two."""
-    if not any(values):
-        return lambda begin, end: 0.0
-    table = [np.array(values, float)]
-    while (width := 2 ** (len(table) - 1)) * 2 <= len(values):
-        table.append(np.maximum(table[-1][:-width], table[-1][width:]))
-    rows = [row.tolist() for row in table]
-
-    def peak(begin: int, end: int) -> float:
-        if begin == end:
-            return 0.0
-        row = rows[(end - begin).bit_length() - 1]
-        return max(row[begin], row[end - 2 ** ((end - begin).bit_length() - 1)])  # type: ignore[no-any-return]
-
-    return peak
