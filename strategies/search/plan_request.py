@@ -198,16 +198,13 @@ class PlanRequest:
             devices_per_worker=devices,
             precision=self.precision,
             keras_backend=self.profile.keras_backend,
-            notes=self._inexact_notes if mesh.data_ranks > 1 else (),
+            notes=tuple(
+                f"{item}: computed over each device's own share, as the job accepts"
+                for item in (self.inexact_parts if mesh.data_ranks > 1 else ())
+            ),
             **self.sums,
             **choices,  # type: ignore[arg-type]
         )
-
-    @cached_property
-    def _inexact_notes(self) -> tuple[str, ...]:
-        """Notes on parts that are not equal to one device."""
-        found = self.inexact_parts
-        return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
     def check_inexact(self, strategy: str, data_ranks: int) -> None:
         """Raise Refusal where this many data ranks differ from one device and the job does not accept that."""

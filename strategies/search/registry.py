@@ -119,35 +119,30 @@ class Strategy:
 # --- One device and data parallelism ----------------------------------------------------------------------------------
 
 
-def _propose_one_device(strategy: Strategy, request: PlanRequest) -> Iterator[Plan]:
-    """Propose the whole global batch on one device: no communication, the plan that all others are compared with."""
-    yield _one_worker_plan(strategy, request)
+def _propose_one_worker(strategy: Strategy, request: PlanRequest, devices: int = 1) -> Iterator[Plan]:
+    """Propose one worker that drives some devices, one data rank each.
 
-
-def _propose_data_parallel(strategy: Strategy, request: PlanRequest) -> Iterator[Plan]:
-    """Propose a replica for each worker slot of the cluster, or for each worker that the job pins."""
-    yield _replicas_plan(strategy, request)
-
-
-def _one_worker_plan(strategy: Strategy, request: PlanRequest, devices: int = 1) -> Plan:
-    """Return a plan for one worker that drives some devices, one data rank each."""
+    With one device, the whole global batch without communication: the plan that all others are compared with.
+    """
     if request.elastic:
         raise Refusal("the number of workers may change", "leave min_workers and max_workers out")
     if request.workers not in (None, 1):
         raise Refusal(f"workers={request.workers} is pinned", "set workers=1 or leave it out")
     request.check_inexact(strategy.name, devices)
     request.check_tpu()
-    return strategy.plan(request, Mesh(data=devices), devices=devices)
+    yield strategy.plan(request, Mesh(data=devices), devices=devices)
 
 
-def _replicas_plan(strategy: Strategy, request: PlanRequest, *, engine: str | None = None, devices: int = 1) -> Plan:
-    """Return a plan for several workers, each with some devices and a replica on each device."""
+def _propose_replicas(
+    strategy: Strategy, request: PlanRequest, *, engine: str | None = None, devices: int = 1
+) -> Iterator[Plan]:
+    """Propose a worker for each slot of the cluster, or each that the job pins, with a replica on each device."""
     workers = request.workers_of(devices)
     if workers == 1:
         request.check_several(workers)
     request.check_inexact(strategy.name, workers * devices)
     request.check_tpu()
-    return strategy.plan(request, Mesh(data=workers * devices), engine=engine, devices=devices)
+    yield strategy.plan(request, Mesh(data=workers * devices), engine=engine, devices=devices)
 
 
 # --- Sharded data parallelism (ZeRO; Rajbhandari et al., 2020) --------------------------------------------------------
@@ -483,27 +478,23 @@ def _propose_one_node(strategy: Strategy, request: PlanRequest) -> Iterator[Plan
     if request.own_devices == 1:
         hint = "use tf_one_device; on a CPU, devices=2 makes two logical ones"
         raise Refusal("there is one device on a node", hint)
-    yield _one_worker_plan(strategy, request, request.own_devices)
+    yield from _propose_one_worker(strategy, request, request.own_devices)
 
 
 def _propose_multi_worker_mirrored(strategy: Strategy, request: PlanRequest) -> Iterator[Plan]:
     """Propose one worker for each node, with a replica on each of its devices; for Keras' `fit` one for each device."""
-    given = request.tf_config == "environment"
-    if request.run == "fit":
-        if request.compile == "xla":
-            raise Refusal("XLA has no sums over processes, and Keras' fit is one function", 'leave compile="xla" out')
-        if request.devices not in (None, 1):
-            raise Refusal(
-                f"devices={request.devices}: Keras' fit has one in each worker", "leave devices out, set workers="
-            )
-        yield _replicas_plan(strategy, request, engine=_FIT_AT_GIVEN_ADDRESSES if given else None)
-        return
-    devices = request.own_devices
+    given, fit = request.tf_config == "environment", request.run == "fit"
+    engine = (_FIT_AT_GIVEN_ADDRESSES if fit else _AT_GIVEN_ADDRESSES) if given else None
+    if fit and request.compile == "xla":
+        raise Refusal("XLA has no sums over processes, and Keras' fit is one function", 'leave compile="xla" out')
+    if fit and request.devices not in (None, 1):
+        reason = f"devices={request.devices}: Keras' fit has one in each worker"
+        raise Refusal(reason, "leave devices out, set workers=")
+    devices = 1 if fit else request.own_devices
     if devices > 1 and not request.cluster.accelerators:
         reason = "MultiWorkerMirroredStrategy has one device in each worker of a CPU cluster"
         raise Refusal(reason, "leave devices out, set workers=")
-    engine = _AT_GIVEN_ADDRESSES if given else None
-    yield _replicas_plan(strategy, request, engine=engine, devices=devices)
+    yield from _propose_replicas(strategy, request, engine=engine, devices=devices)
 
 
 _SERVER_BYTES = 1 << 20  # of parameters; a server with less spends its time on messages, not on bytes
@@ -607,7 +598,7 @@ _NO_STEP = "step= calls the model as a whole"
 _PARAMETER_SERVER = {"torch": f"{_TORCH}.parameter_server:ParameterServer"}
 _ALL = (
     Strategy(
-        name="one_device", engines={"torch": f"{_TORCH}.base:OneDevice"}, propose=_propose_one_device,
+        name="one_device", engines={"torch": f"{_TORCH}.base:OneDevice"}, propose=_propose_one_worker,
         does="the whole batch on one device",
         when="the model is small",
         like="a plain loop",
@@ -616,7 +607,7 @@ _ALL = (
         verified="CPU; Ray; one H100",
     ),
     Strategy(
-        name="data_parallel", engines={"torch": f"{_TORCH}.data_parallel:DataParallel"}, propose=_propose_data_parallel,
+        name="data_parallel", engines={"torch": f"{_TORCH}.data_parallel:DataParallel"}, propose=_propose_replicas,
         does="a replica on each worker; gradients are summed",
         when="the model fits one device",
         like="DDP",
@@ -684,7 +675,7 @@ _ALL = (
     ),
     Strategy(
         name="tf_one_device", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:TensorFlowOneDevice"},
-        propose=_propose_one_device, fit=f"{_TENSORFLOW}.keras_fit:FitOneDevice",
+        propose=_propose_one_worker, fit=f"{_TENSORFLOW}.keras_fit:FitOneDevice",
         does="the whole batch on one device",
         when="the model is small",
         like="`OneDeviceStrategy`",
