@@ -124,13 +124,6 @@ class _LayerVectors:
         """Return by how much tensor parallelism divides each layer."""
         return np.where(self.splits > 0, float(tensor), 1.0)
 
-    def counts(self, sizes: Sequence[int]) -> Vector:
-        """Return the number of each layer in each section (sections, layers), given the sections' sizes."""
-        section = np.repeat(np.arange(len(sizes)), sizes)
-        counts = np.zeros((len(sizes), len(self.flops)))
-        np.add.at(counts, (section, self.order), 1.0)
-        return counts
-
     def held(self, stages: int) -> Vector:
         """Return the parameters of each layer, those tied to a layer of another stage included."""
         return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
@@ -190,8 +183,11 @@ def layer_vectors(profile: ModelProfile) -> _LayerVectors:
 
 @lru_cache(maxsize=512)
 def section_counts(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
-    """Return `_LayerVectors.counts`, once for the many plans with the same sections."""
-    return layer_vectors(profile).counts(sizes)
+    """Return the number of each layer in each section (sections, layers), given the sections' sizes."""
+    layers, section = layer_vectors(profile), np.repeat(np.arange(len(sizes)), sizes)
+    counts = np.zeros((len(sizes), len(layers.flops)))
+    np.add.at(counts, (section, layers.order), 1.0)
+    return counts
 
 
 def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:

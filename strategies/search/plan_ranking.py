@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain, filterfalse, product
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
+from trainwright.core.plan import Estimate, InfeasiblePlan, Mesh, Plan, WorkerResources
 from trainwright.strategies.cost_model.estimator import (
     INTERVAL_DEVIATIONS,
     estimate,
@@ -145,7 +145,8 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
         offloaded = _fitting(_PlanSizer(replace(question, offload=True), sized.calibration))
         fitting, misfits = fitting + offloaded[0], misfits + offloaded[1]
     ahead_s = _speedup_limit(question, fitting, calibration) if question.cluster.uneven else 0.0
-    fitting.sort(key=lambda plan: _order(plan, ahead_s))
+    fitting.sort(key=lambda plan: estimate_of(plan).target_s)
+    fitting.sort(key=lambda plan: is_asynchronous(plan) and estimate_of(plan).target_s > ahead_s)
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(_INTERVAL_PLANS, len(fitting))), *best.values()}:
         fitting[number] = _with_interval(question, fitting[number], calibration)
@@ -252,12 +253,6 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Ca
     return min((estimate_of(plan).target_s for plan in _without_needless_division(together)), default=0.0) / (
         _REQUIRED_SPEEDUP
     )
-
-
-def _order(plan: Plan, ahead_s: float) -> tuple[bool, float]:
-    """Return the sort key: asynchronous plans come last, unless they take `ahead_s` or less."""
-    target_s = estimate_of(plan).target_s
-    return is_asynchronous(plan) and target_s > ahead_s, target_s
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:
@@ -452,11 +447,12 @@ def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, roo
     stages, (_, rows) = plan.sections, plan.micro_batches(plan.batch_size)
     if plan.mesh.pipeline == 1:
         return (len(profile.layers),)
-    remote = next_stage_is_remote(machine, plan.mesh)
-    step = _MicroBatchStep(
-        tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=plan.precision, remote=remote
-    )
-    quickest, limit = _quickest(profile, machine, step, stages)
+    alone = Plan(
+        strategy="", engine="", mesh=Mesh(tensor=plan.mesh.tensor), batch_size=rows,
+        placement=WorkerResources(cpus=1.0), recompute=plan.recompute, precision=plan.precision,
+    )  # fmt: skip
+    layered = _times(profile, machine, alone, remote=next_stage_is_remote(machine, plan.mesh))
+    quickest, limit = _quickest(layered, stages)
     if plan.chunks > 1:
         return quickest
     layers = layer_vectors(profile)
@@ -464,7 +460,6 @@ def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, roo
     room = _LayerMemoryLimit(memory=memory, order=layers.order, room_bytes=room_bytes)
     if not room.may_do(stages) or memory.of_stages(section_counts(profile, quickest), "", stages).max() <= room_bytes:
         return quickest
-    layered = _times(profile, machine, step)
     for most in (limit, float(layered.cut_s.max())):
         found = _partition_below(layered, stages, most, room)
         if found is not None:
@@ -484,17 +479,6 @@ def _cut_tensor_layer(profile: ModelProfile, plan: Plan) -> str:
     if plan.mesh.tensor == 1:
         return ""
     return next((names[place] for place in cut if profile.layers[place - 1].leads), "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MicroBatchStep:
-    """The key of a micro-batch's time, beside the model and the machine."""
-
-    tensor: int
-    rows: int
-    recompute: str
-    precision: str
-    remote: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -522,12 +506,11 @@ class _LayerMemoryLimit:
 
 
 @lru_cache(maxsize=4096)
-def _quickest(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep, stages: int) -> tuple[_Sizes, float]:
+def _quickest(layered: _LayerTimes, stages: int) -> tuple[_Sizes, float]:
     """Return the sizes with the least sum of slowest stage and slowest cut, whatever the memory, and that cut's time.
 
     Slower and slower cuts are allowed, until even the fastest stages could not make up for them.
     """
-    layered = _times(profile, machine, step)
     *limits, widest = np.unique(layered.cut_s[:-1]).tolist()
     floor = _partition_below(layered, stages, widest, None)
     assert floor is not None  # only memory can forbid every division
@@ -551,16 +534,19 @@ class _LayerTimes:
 
 
 @lru_cache(maxsize=1024)
-def _times(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep) -> _LayerTimes:
-    """Return the times of a micro-batch by layer."""
-    alone = replace(
-        Plan.parse(f"tp={step.tensor}"), batch_size=step.rows, recompute=step.recompute, precision=step.precision
-    )
-    work = replace(compute_step_work(profile, machine, alone), remote=step.remote)
+def _times(profile: ModelProfile, machine: MachineModel, micro_batch: Plan, *, remote: bool) -> _LayerTimes:
+    """Return the times of a micro-batch by layer.
+
+    Args:
+        micro_batch: a plan of one stage whose batch it is.
+        remote: whether the next stage is on another node.
+    """
+    work = replace(compute_step_work(profile, machine, micro_batch), remote=remote)
     layers = layer_vectors(profile)
     # So expensive that another cut is taken where there is one; otherwise the plan is refused.
-    forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * _FORBIDDEN_CUT_S
-    sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
+    forbidden = np.array([micro_batch.mesh.tensor > 1 and layer.leads for layer in profile.layers]) * _FORBIDDEN_CUT_S
+    width = NUMBER_BYTES.get(micro_batch.precision, 4)
+    sent = micro_batch.batch_size * width * layers.over_cuts() / micro_batch.mesh.tensor
     return _LayerTimes(
         seconds=layer_seconds(work)[layers.order],
         cut_s=send_seconds(work, sent)[layers.order] + forbidden,
@@ -618,18 +604,15 @@ _MAX_NODE_FACTOR = 256  # times the nodes
 _MAX_DEVICES = 16_384  # looked at
 
 
-def is_synchronous(plan: Plan) -> bool:
-    """Return whether all ranks step together."""
-    return plan.topology != "independent"
-
-
 def plans_within(question: PlanRequest, room_bytes: int) -> list[Plan]:
     """Return the best synchronous plan of each strategy that takes at most so much of a device, whatever is pinned."""
     found = search_plans(replace(question.free, room_bytes=room_bytes)).plans
-    return list(first_of_strategies(filter(is_synchronous, found)).values())
+    return list(first_of_strategies(filterfalse(is_asynchronous, found)).values())
 
 
-def suggest_changes(question: PlanRequest, suited: Callable[[Plan], bool] = is_synchronous) -> str:
+def suggest_changes(
+    question: PlanRequest, suited: Callable[[Plan], bool] = lambda plan: not is_asynchronous(plan)
+) -> str:
     """Return the least change of each kind after which a suited plan fits, as text; empty where there is none."""
     found = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
     return ", or ".join(found)
