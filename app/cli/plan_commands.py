@@ -126,7 +126,7 @@ def plan(
     from trainwright import api
     from trainwright.planning import job_file
     from trainwright.planning.planner import write_plan
-    from trainwright.planning.what_if import standalone_page
+    from trainwright.reporting.html.templates import render_page
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
@@ -137,7 +137,7 @@ def plan(
     if out:
         write_plan(out, answer)
     if html:
-        write_file(html, standalone_page(answer._repr_html_()), "--html")
+        write_file(html, render_page("trainwright plan", answer._repr_html_()), "--html")
     if as_json:
         print_json(asdict(answer))
     else:

@@ -66,50 +66,35 @@ class Decision:
             "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen, self.calibration)
         )
 
+    def __rich__(self) -> RenderableType:
+        """Return the chosen plan with its estimate, then the others with reasons."""
+        chosen, others = self.chosen, other_rows(other_plans(self))
+        mesh = mesh_table(chosen, planned_nodes(chosen, self.used))
+        parts: list[RenderableType] = [facts_table(_context(self) + plan_rows(chosen))]
+        parts += [mesh_text(mesh)] if mesh is not None else []
+        parts += [estimate_table(chosen.estimate)] if chosen.estimate is not None else []
+        parts += [others_table(others)] if others else []
+        head = Text.assemble(("Plan  ", "bold"), (plan_line(chosen), "bold green"))
+        return Group(head, *(Padding(part, (1, 0, 0, 2)) for part in parts))
+
     def __repr__(self) -> str:
-        return plan_text(self)
+        return formatting.plain_text(self)
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
-
-
-def _plan_table(decision: Decision) -> RenderableType:
-    """Return the decision for the terminal: the chosen plan with its estimate, then the others with reasons."""
-    parts: list[RenderableType] = [
-        Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
-        Padding(facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
-    ]
-    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
-    if mesh is not None:
-        parts.append(Padding(mesh_text(mesh), (1, 0, 0, 2)))
-    if decision.chosen.estimate is not None:
-        parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
-    others = other_rows(other_plans(decision))
-    if others:
-        parts.append(Padding(others_table(others), (1, 0, 0, 2)))
-    return Group(*parts)
-
-
-def plan_text(decision: Decision, *, width: int = 110) -> str:
-    """Return the decision as plain text without colours."""
-    return formatting.plain_text(_plan_table(decision), width)
-
-
-def plan_html(decision: Decision) -> str:
-    """Return the decision as HTML that inherits the colours of the page around it (notebooks, light and dark)."""
-    chosen = decision.chosen
-    return render_template(
-        "plan.html.j2",
-        headline=plan_line(chosen),
-        facts=_context(decision) + plan_rows(chosen),
-        mesh=mesh_table(chosen, planned_nodes(chosen, decision.used)),
-        shown=SHOWN_ROWS,
-        estimate=chosen.estimate,
-        duration=formatting.duration,
-        share=share_of_step,
-        timeline=Markup(decision.timeline) if chosen.estimate else "",
-        others=other_rows(other_plans(decision)),
-    )
+        """Return HTML that inherits the colours of the page around it (notebooks, light and dark)."""
+        chosen = self.chosen
+        return render_template(
+            "plan.html.j2",
+            headline=plan_line(chosen),
+            facts=_context(self) + plan_rows(chosen),
+            mesh=mesh_table(chosen, planned_nodes(chosen, self.used)),
+            shown=SHOWN_ROWS,
+            estimate=chosen.estimate,
+            duration=formatting.duration,
+            share=share_of_step,
+            timeline=Markup(self.timeline) if chosen.estimate else "",
+            others=other_rows(other_plans(self)),
+        )
 
 
 def other_plans(decision: Decision) -> list[dict[str, str]]:

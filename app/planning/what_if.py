@@ -26,7 +26,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
 from trainwright.planning.decision import compare_plans, others_table, timeline_svg
 from trainwright.reporting.html.run_charts import scaling_charts
-from trainwright.reporting.html.templates import render_page, render_template
+from trainwright.reporting.html.templates import render_template
 from trainwright.reporting.plan_view import (
     estimate_table,
     facts_table,
@@ -474,11 +474,6 @@ def _curves(answer: WhatIf) -> list[str]:
     sizes, chosen = answer.sizes, answer.sizes.index(answer.chosen)
     costs = [] if answer.chosen.dollars is None else [size.dollars or 0.0 for size in sizes]
     return scaling_charts([size.accelerators for size in sizes], [size.total_s for size in sizes], costs, chosen)
-
-
-def standalone_page(body: str) -> str:
-    """Return the HTML of a notebook's cell as a whole page."""
-    return render_page("trainwright plan", body)
 
 
 def _memory_rows(estimate: Estimate, room_bytes: int) -> Iterator[tuple[str, str, float]]:

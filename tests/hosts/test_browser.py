@@ -17,8 +17,9 @@ from tests.support.run_views import ALIVE, record, storage
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.cluster import Cluster
-from trainwright.planning.what_if import SizingRequest, standalone_page, what_if
+from trainwright.planning.what_if import SizingRequest, what_if
 from trainwright.reporting.html.run_report import render_report
+from trainwright.reporting.html.templates import render_page
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
@@ -255,7 +256,7 @@ def whatif_page() -> str:
     answer = what_if(
         DECISION.profile, Cluster.parse("2x4xA100-40GB"), SizingRequest(batch_size=64, precision="bf16", steps=1000)
     )
-    return standalone_page(answer._repr_html_())
+    return render_page("trainwright plan", answer._repr_html_())
 
 
 def comparison_page() -> str:

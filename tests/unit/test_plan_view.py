@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.sample_run import DECISION, PLAN
 from trainwright.core.cluster import Cluster
+from trainwright.core.formatting import plain_text
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.planning.decision import plan_html, plan_text
 from trainwright.reporting.plan_view import plan_from, plan_line
 
 GPU = WorkerResources(cpus=1, accelerators=1, accelerator="GPU")
@@ -44,24 +44,19 @@ def test_line(plan: Plan, line: str) -> None:
 
 
 def test_table_names_the_chosen_plan_its_cost_and_the_others() -> None:
-    text = plan_text(DECISION, width=150)
+    text = plain_text(DECISION, 150)
     for said in (
         plan_line(PLAN), "1,000 parameters (3.91 KiB), torch", "1 node, 2 CPUs", "data 2", "0.5 CPU for each worker",
         "14 ms (5 ms to 42 ms)", "4 KiB", "gradients", "batch norm is local",
         "rejected", "predicted 1.71 times the step time", "not possible", "no stages; give it as a sequence",
     ):  # fmt: skip
         assert said in text
-    assert "\x1b" not in text
-    assert max(map(len, plan_text(DECISION, width=80).splitlines())) <= 80
-
-
-def test_decision_prints_and_shows_itself() -> None:
-    assert str(DECISION) == plan_text(DECISION)
-    assert DECISION._repr_html_() == plan_html(DECISION)
+    assert "\x1b" not in text and plain_text(DECISION) == str(DECISION)
+    assert max(map(len, plain_text(DECISION, 80).splitlines())) <= 80
 
 
 def test_html_is_escaped_and_fetches_nothing() -> None:
-    html = plan_html(replace(DECISION, chosen=replace(PLAN, notes=("<b>1 < 2</b>",))))
+    html = replace(DECISION, chosen=replace(PLAN, notes=("<b>1 < 2</b>",)))._repr_html_()
     assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in html and "<b>" not in html
     assert "http" not in html and "<script" not in html
     assert plan_line(PLAN) in html and "no stages" in html
@@ -70,7 +65,7 @@ def test_html_is_escaped_and_fetches_nothing() -> None:
 def test_a_long_table_of_ranks_is_folded_in_a_page() -> None:
     cluster = Cluster.parse("40x8xH100-80GB")
     wide = replace(PLAN, mesh=Mesh(shard=320), placement=GPU, estimate=None)
-    html = plan_html(replace(DECISION, chosen=wide, cluster=cluster, used=cluster))
+    html = replace(DECISION, chosen=wide, cluster=cluster, used=cluster)._repr_html_()
     assert "<details><summary>24 more" in html and "node-39" in html
 
 

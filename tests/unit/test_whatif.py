@@ -31,10 +31,10 @@ from trainwright.planning.what_if import (
     best_of,
     doubling,
     every_size,
-    standalone_page,
     what_if,
 )
 from trainwright.reporting.html.run_charts import scaling_charts
+from trainwright.reporting.html.templates import render_page
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.step_timeline import timeline
 from trainwright.strategies.cost_model.step_work import planned_step_work
@@ -269,7 +269,7 @@ def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
     for said in ("Step, by term", "Memory by stage, of 79.1 GiB", "One step", "Accelerators", "Batch sizes",
                  "Not chosen", "predicted, not measured", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
         assert said in html, said
-    whole = standalone_page(html)
+    whole = render_page("trainwright plan", html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole
     assert "://" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
     labels = [picture.get("aria-label", "") for picture in pictures(html) if picture.get("class") == "figure"]
