@@ -181,21 +181,6 @@ def _probe_shared_storage(
 # --- Links between nodes ----------------------------------------------------------------------------------------------
 
 
-class _LinkActor:
-    """An actor on a node that measures links and answers measurements."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._listener = key, LinkServer(key)
-
-    def address(self) -> tuple[str, int]:
-        """Return the address on which it listens."""
-        return self._listener.address
-
-    def measure(self, source: str, target: str, address: tuple[str, int]) -> LinkMeasurement:
-        """Measure the link to another node."""
-        return measure_link(source, target, address, self._key)
-
-
 def _measure_links(there: Sequence[_ProbedNode], deadline_s: float) -> tuple[LinkMeasurement, ...]:
     """Measure the links of a ring in both directions; in a round each node is in one pair at most."""
     import ray
@@ -204,7 +189,7 @@ def _measure_links(there: Sequence[_ProbedNode], deadline_s: float) -> tuple[Lin
     actors: dict[str, Any] = {}
     try:
         for stop in there:
-            made: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=_pinned(stop))(_LinkActor)
+            made: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=_pinned(stop))(LinkServer)
             actors[stop.name] = made.remote(key)
         asked = {name: actor.address.remote() for name, actor in actors.items()}
         answers = _await_results(list(asked.values()), deadline_s)
@@ -259,14 +244,21 @@ _PIECE = bytes(1 << 18)
 
 
 class LinkServer:
-    """Answers link measurements on a free port until it is closed."""
+    """Answers link measurements on a free port until it is closed, and measures links to other servers."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._socket = bind_socket(own_host())
         self._socket.listen(64)
-        self.address = own_host(), int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="doctor", daemon=True).start()
+
+    def address(self) -> tuple[str, int]:
+        """Return the address on which it listens."""
+        return own_host(), int(self._socket.getsockname()[1])
+
+    def measure(self, source: str, target: str, address: tuple[str, int]) -> LinkMeasurement:
+        """Measure the link to another node."""
+        return measure_link(source, target, address, self._key)
 
     def close(self) -> None:
         """Stop answering."""

@@ -95,7 +95,6 @@ def _probe_software(*, imports: bool, gpus: bool) -> Software:
         imports=import_faults(tried),
         torch_cuda=cuda,
         cuda_works=_cuda_works() if imports and gpus and cuda else None,
-        digest=code_digest(),
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         token=_has_token(os.environ, Path.home()),
     )

@@ -20,7 +20,6 @@ class Software:
     imports: Mapping[str, str] = field(default_factory=dict)  # import errors by package; empty text if the import works
     torch_cuda: str = ""  # CUDA version of the installed torch; empty without torch or CUDA
     cuda_works: bool | None = None  # whether torch can use a GPU; None if not tried
-    digest: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)  # environment variables that matter, without secrets
     token: bool = False  # whether Ray finds an authentication token
 

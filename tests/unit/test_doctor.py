@@ -370,7 +370,7 @@ def test_places_of_data_are_found_and_looked_for(tmp_path: Path) -> None:
 
 def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
     listener = LinkServer(b"k" * 16)
-    address = listener.address
+    address = listener.address()
     found = measure_link("a", "b", address, b"k" * 16)
     assert not found.fault and found.bytes_per_s > 0 and 0 < found.delay_s < 5
     assert measure_link("a", "b", address, b"x" * 16).fault
