@@ -86,6 +86,12 @@ class PredictionRequest:
     ranges: tuple[Range, ...]  # all ranges of rows
     waiting: tuple[Range, ...]  # the ranges without a part
 
+    @property
+    def stored(self) -> list[Range]:
+        """The ranges with a part."""
+        waiting = set(self.waiting)
+        return [part for part in self.ranges if part not in waiting]
+
 
 def predict(
     job: Job,
@@ -195,12 +201,11 @@ def run_request(
             question.subject, question.index, len(question.waiting), discover(possible=True), workers
         )
         _store_request(question, fresh)
-        done = question.index.rows - sum(part.rows for part in question.waiting)
+        done = sum(part.rows for part in question.stored)
         with RowProgress(question.index.rows, done) as told:
             if size:
-                _compute(
-                    question, _order(question, question.subject.single_process_job or job, plan, rows), size, told, note
-                )
+                order = _order(question, question.subject.single_process_job or job, plan, rows)
+                _compute(question, order, size, told, note)
             else:
                 _compute_together(question, _order(question, job, plan, rows), told)
     return _finished(question)
@@ -233,7 +238,7 @@ def _dataset(job: Job, data: Any) -> Dataset:
 
 def _check_parts(question: PredictionRequest) -> None:
     """Raise DataError for a part that is not complete, or has other rows than its name says."""
-    rows = {part.name: part.rows for part in question.ranges if part not in set(question.waiting)}
+    rows = {part.name: part.rows for part in question.stored}
     if not rows:
         return
     try:
@@ -278,7 +283,7 @@ def _compute(
 
     job, placement = question.subject.job, order.plan.placement
     device = placement.accelerator or f"CPU, {formatting.count(placement.threads, 'thread')} each"
-    stored = len(question.ranges) - len(question.waiting)
+    stored = len(question.stored)
     left_out = f"; {formatting.count(stored, 'part')} of {len(question.ranges):,} are stored already" if stored else ""
     meter.note(f"{question.manifest.who}: predicting on {formatting.count(size, 'worker')} ({device}){left_out}")
 
@@ -317,10 +322,9 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
 
 def _schema(question: PredictionRequest) -> dict[str, str]:
     """Return types by column name of the existing parts."""
-    there = [part for part in question.ranges if part not in set(question.waiting)]
-    if not there:
+    if not question.stored:
         return {}
-    schema = pq.read_schema(io.BytesIO(question.folder.get(there[0].name)))
+    schema = pq.read_schema(io.BytesIO(question.folder.get(question.stored[0].name)))
     return {field.name: str(field.type) for field in schema}
 
 

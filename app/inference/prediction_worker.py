@@ -137,7 +137,7 @@ class Predictor:
     """
 
     def __init__(self, order: PredictorConfig, outputs: OutputFunction) -> None:
-        self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
+        self._order, self._outputs = order, outputs
         job = unpickle_job(order.job)
         names, salvage = _names(job, order), None
         self._skipped = dict[int, SkippedSample]()
@@ -161,7 +161,8 @@ class Predictor:
         masks: list[npt.NDArray[np.bool_]] = []
         with closing(ReadAhead(self._batches(part), name="trainwright-predict")) as batches:
             for batch, mask in batches:
-                outputs.extend(map(self._form, self._outputs(batch)))
+                pieces = self._outputs(batch)
+                outputs.extend(pieces if self._order.form is None else map(self._order.form, pieces))
                 kept.append({name: batch.columns[name] for name in self._order.keep})
                 masks.append(mask)
                 yield batch.rows
@@ -234,10 +235,6 @@ def located_error(error: Exception, where: str) -> TrainwrightError:
 def _names(job: Job, order: PredictorConfig) -> tuple[str, ...] | None:
     """The columns to read; None for all."""
     return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
-
-
-def _as_it_is(outputs: Columns) -> Columns:
-    return outputs
 
 
 def device_options(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trainwright.core import formatting
@@ -86,7 +85,10 @@ def prepare(
     """
     store = open_store(job.storage)
     store.check()
-    find = partial(_kept, store, job.name) if not fresh else lambda name: None
+
+    def find(name: str) -> bytes | None:
+        return None if fresh else store.find(_metadata_path(job.name, name))
+
     with metadata_context(MetadataContext(find=find, connect=connect, fingerprint=CodeFingerprints().digest)) as used:
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
@@ -124,10 +126,6 @@ def store_metadata(prepared: PreparedJob) -> None:
     """Store the data files' metadata beside the run, for a resume on another machine. Raises StorageError."""
     for name, content in prepared.metadata.items():
         prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
-
-
-def _kept(store: Store, run: str, name: str) -> bytes | None:
-    return store.find(_metadata_path(run, name))
 
 
 def _metadata_path(run: str, name: str) -> str:
