@@ -114,8 +114,7 @@ def plan(
     with Preflight(prepared, resume=True) as trial:
         connect()
         decision = decide_plan(prepared, trial.time_step)
-        chosen = decision.chosen
-        return replace(decision, chosen=replace(chosen, notes=(*chosen.notes, *trial.settle(decision))))
+        return replace(decision, chosen=decision.chosen.noted(*trial.settle(decision)))
 
 
 def start(

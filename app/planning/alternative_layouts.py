@@ -142,7 +142,7 @@ class AlternativePlans:
         if step_s.get(0, TIE_RATIO * 2 * step_s[best]) <= TIE_RATIO * step_s[best]:
             best = 0  # as good as the quickest, and the simplest
         note = f"measured before the first step: {1e3 * step_s[best]:.3g} ms"
-        chosen = replace(self.plans[best], estimate=fitted[best], notes=(*self.plans[best].notes, note))
+        chosen = replace(self.plans[best], estimate=fitted[best]).noted(note)
         rows = [
             {
                 "name": plan.name,

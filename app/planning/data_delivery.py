@@ -41,7 +41,7 @@ def deliver_by_measuring(decision: Decision, job: Job, train: Index) -> Decision
         f"{formatting.duration(own_s)}, a step {formatting.duration(step_s)}, and {cpus} CPUs are free; "
         "delivery='direct' leaves it to the workers"
     )
-    return replace(decision, delivery="ray_data", chosen=replace(plan, notes=(*plan.notes, note)))
+    return replace(decision, delivery="ray_data", chosen=plan.noted(note))
 
 
 def _transform_s(data: Dataset, index: Index) -> float:

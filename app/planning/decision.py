@@ -36,7 +36,7 @@ from trainwright.reporting.plan_view import (
 from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import planned_step_work
-from trainwright.strategies.search.plan_ranking import is_asynchronous
+from trainwright.strategies.search.plan_ranking import estimate_of, is_asynchronous
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -110,8 +110,7 @@ def other_plans(decision: Decision) -> list[dict[str, str]]:
 
 def compare_plans(plan: Plan, best: Plan) -> str:
     """Compare a plan with the best one: by step time, or by time to the same loss where these differ."""
-    own, other = plan.estimate, best.estimate
-    assert own is not None and other is not None, "both were ranked"
+    own, other = estimate_of(plan), estimate_of(best)
     if not own.factors and not other.factors:
         return f"predicted {own.step_s / other.step_s:.2f} times the step time of {best.strategy}"
     took = f"predicted {own.target_s / other.target_s:.2f} times the time of {best.strategy} to the same loss"

@@ -109,7 +109,9 @@ def prepare(
         if head is not None:
             _check_past(prepared, head, resume)
             notes = () if comparable(head.job) else (_NOT_COMPARED,)
-            return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints), notes=notes)
+            probed = read_run_summary(store, job.name).probed
+            measured = probed.name if probed else ""
+            return replace(prepared, measured=measured, begun=bool(head.checkpoints), notes=notes)
     return prepared
 
 
@@ -130,12 +132,6 @@ def store_metadata(prepared: PreparedJob) -> None:
 
 def _metadata_path(run: str, name: str) -> str:
     return f"{run}/metadata/{name}"
-
-
-def _measured(prepared: PreparedJob) -> str:
-    """Return the plan that was measured as the fastest; see `PreparedJob.measured`."""
-    probed = read_run_summary(prepared.store, prepared.job.name).probed
-    return probed.name if probed else ""
 
 
 def needs_cluster_to_open(job: Job) -> bool:
@@ -215,8 +211,7 @@ def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
     """Choose the plan measured in an earlier session, and drop measurements that would not pay off."""
     known = [plan for plan in decision.contenders if plan.name == prepared.measured]
     if known:
-        note = "it was the quickest when plans were measured"
-        chosen = replace(known[0], notes=(*known[0].notes, note))
+        chosen = known[0].noted("it was the quickest when plans were measured")
         return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
     wanted = decision.contenders and prepared.job.planning.probe and not prepared.begun
     if not wanted or not is_worth_measuring(decision.contenders, prepared.total_steps):

@@ -117,7 +117,7 @@ def _predicted(decision: Decision, measured: Measurement, note: str) -> Decision
         decision.profile, decision.used, plan, batch_size=plan.batch_size, precision=plan.precision,
         calibration=calibration,
     )  # fmt: skip
-    chosen = replace(plan, estimate=found, notes=(*plan.notes, note))
+    chosen = replace(plan, estimate=found).noted(note)
     own = (plan.strategy, plan.text)
     contenders = tuple(chosen if (each.strategy, each.text) == own else each for each in decision.contenders)
     return replace(decision, chosen=chosen, contenders=contenders, calibration=calibration)

@@ -63,9 +63,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         raise _nothing(question, found, names)
     job.check_plan(chosen)
     own = (
-        *_untraced(profile),
-        *_narrow(profile, job),
-        *_evaluating(profile),
+        *_profile_notes(profile, job),
         *unknown,
         *_shared(allowed, chosen),
         *_stale(eligible, chosen),
@@ -74,7 +72,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned, misfits = first_of_strategies(found.plans), first_of_strategies(found.misfits)
     return Decision(
-        chosen=replace(chosen, notes=(*chosen.notes, *notes)),
+        chosen=chosen.noted(*notes),
         rejected=rejected,
         infeasible=tuple(misfit for name, misfit in misfits.items() if name not in planned),
         profile=question.profile,
@@ -90,21 +88,13 @@ def _asks_async(pins: PlanConstraints) -> bool:
     return bool(served) or pins.choices.get("consistency", "sync") != "sync"
 
 
-def _untraced(profile: ModelProfile) -> tuple[str, ...]:
-    """Note that the operations of the model are unknown."""
-    what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
-    return (what,) if profile.untraced else ()
-
-
-def _narrow(profile: ModelProfile, job: Job) -> Iterator[str]:
-    """Note that an optimizer works on parameters of 16 bits."""
+def _profile_notes(profile: ModelProfile, job: Job) -> Iterator[str]:
+    """Note unknown operations, an optimizer of 16-bit parameters, and modules that are in evaluation mode."""
+    if profile.untraced:
+        yield f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     if profile.narrow and job.training.precision == "fp32":
         why = "small updates are lost in 16 bits"
         yield f'parameter {profile.narrow!r} is stored in 16 bits; {why}: precision="bf16" keeps such ones in float32'
-
-
-def _evaluating(profile: ModelProfile) -> Iterator[str]:
-    """Note that parts of a model in training mode are in evaluation mode."""
     if profile.evaluating:
         first, *others = profile.evaluating
         more = f" and {len(others)} more dropouts and batch norms" if others else ""

@@ -398,8 +398,7 @@ def _batch_rows(answer: WhatIf) -> _TableRows:
 
 def _reason(plan: Plan, best: Plan) -> str:
     """Say why a plan was not chosen. A model is divided only where that is clearly faster."""
-    assert plan.estimate is not None and best.estimate is not None, "both were ranked"
-    return "slower" if plan.estimate.target_s > best.estimate.target_s else "not clearly faster"
+    return "slower" if estimate_of(plan).target_s > estimate_of(best).target_s else "not clearly faster"
 
 
 def _other_rows(answer: WhatIf) -> list[tuple[str, str, str]]:

@@ -242,6 +242,7 @@ def compute_step_work(profile: ModelProfile, machine: MachineModel, plan: Plan) 
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
     update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
+    collectives = 2.0 / micro_batches if plan.zero == 1 else float(plan.zero)  # of ZeRO-1 two in each step
     crossing = _crosses_stages(plan.schedule, mesh.pipeline, plan.sections)
     return StepWork(
         machine=machine,
@@ -265,7 +266,7 @@ def compute_step_work(profile: ModelProfile, machine: MachineModel, plan: Plan) 
         pushed=GradientCompression.parse(plan.wire).part,
         sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
         micro_batches=micro_batches,
-        gathers=_collectives(plan, micro_batches) * fsdp_units(profile) / mesh.pipeline if sharded > 1 else 0.0,
+        gathers=collectives * fsdp_units(profile) / mesh.pipeline if sharded > 1 else 0.0,
         tensor=rank_group(machine, mesh.tensor, 1),
         data=rank_group(machine, mesh.data, mesh.size // mesh.data),
         shard=rank_group(machine, mesh.shard, mesh.tensor),
@@ -304,11 +305,6 @@ def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str,
     none = np.zeros(counts.shape[1])
     work = _layer_work(profile, device, precision, 1, rows)
     return LayerWork(counts=counts, **work, passes=none, again=none, regathered=0.0)
-
-
-def _collectives(plan: Plan, micro_batches: int) -> float:
-    """Return ZeRO's collectives of a group of layers for each micro-batch; ZeRO-1 has two in each step."""
-    return 2.0 / micro_batches if plan.zero == 1 else float(plan.zero)
 
 
 @lru_cache(maxsize=256)

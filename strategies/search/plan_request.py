@@ -83,6 +83,9 @@ class PlanRequest:
                 where="plan",
                 remedy=f"change a degree, or set workers={pinned} or leave it out",
             )
+        # Batch norms that must see the whole batch at once have one micro-batch a worker.
+        synced = job.training.batch_norm == "sync"
+        single = 1 if synced and _BATCH_NORM not in job.training.inexact else None
         return cls(
             profile=_apply_tensor_plan(profile, job.planning.tensor_plan),
             cluster=cluster,
@@ -91,7 +94,7 @@ class PlanRequest:
             pins=pins,
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
-            together=job.training.batch_norm == "sync",
+            together=synced,
             data_cpus=_data_cpus(job, cluster),
             replicated=_replicated_options(job),
             torch_option=_torch_option(job),
@@ -100,7 +103,7 @@ class PlanRequest:
             max_workers=job.scaling.max_workers,
             devices=job.tensorflow.devices,
             threads=job.scaling.threads_per_worker,
-            accumulation=job.training.accumulation or pins.choices.get("accumulation") or _single_micro_batch(job),
+            accumulation=job.training.accumulation or pins.choices.get("accumulation") or single,
             inexact=job.training.inexact,
             run=job.tensorflow.run,
             compile=job.training.compile,
@@ -310,11 +313,6 @@ def _torch_option(job: Job) -> str:
     if job.tensorflow.callbacks is not None and job.tensorflow.run == "step":
         return "callbacks="
     return "" if job.checkpointing.save_frozen else "save_frozen=False"
-
-
-def _single_micro_batch(job: Job) -> int | None:
-    """Return one micro-batch a worker where batch norms must see the whole batch at once; else None."""
-    return 1 if job.training.batch_norm == "sync" and _BATCH_NORM not in job.training.inexact else None
 
 
 def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
