@@ -358,10 +358,8 @@ def check_unreachable(cluster: ClusterFacts) -> Iterator[Finding]:
 def _check_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """Compare Python and packages; a node with other code of trainwright is already among the absent ones."""
     odd = False
-    compared: dict[str, Callable[[MachineFacts], str]] = {"Python": lambda machine: machine.software.python}
-    compared |= {package: partial(_version, package) for package in _SAME_PACKAGES}
-    for subject, value in compared.items():
-        for name, own, usual in _outliers(machines, value):
+    for subject in ("Python", *_SAME_PACKAGES):
+        for name, own, usual in _outliers(machines, partial(_version, subject)):
             odd = True
             yield Finding(
                 subject=subject,
@@ -375,8 +373,8 @@ def _check_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
         yield Finding(subject="versions", verdict="good", what=what, where=_all(machines))
 
 
-def _version(package: str, machine: MachineFacts) -> str:
-    return machine.software.packages.get(package, "")
+def _version(subject: str, machine: MachineFacts) -> str:
+    return machine.software.python if subject == "Python" else machine.software.packages.get(subject, "")
 
 
 def _same(subject: str, usual: str) -> str:
@@ -419,7 +417,8 @@ def _mtu(machine: MachineFacts) -> str:
 
 def _check_shared_storage(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check that each node sees the test files of the others in the storage."""
-    wrote = [name for name, machine in cluster.machines.items() if _stores(machine) and name in cluster.seen]
+    stored = {name: machine.storage for name, machine in cluster.machines.items() if name in cluster.seen}
+    wrote = [name for name, result in stored.items() if result is not None and not result.fault]
     separate = [name for name in wrote if not cluster.seen[name].issuperset(wrote)]
     for name in separate:
         missing = [other for other in wrote if other not in cluster.seen[name]]
@@ -435,10 +434,6 @@ def _check_shared_storage(cluster: ClusterFacts) -> Iterator[Finding]:
         yield Finding(subject="storage", verdict="good", what=what, where=formatting.count(len(wrote), "node"))
 
 
-def _stores(machine: MachineFacts) -> bool:
-    return machine.storage is not None and not machine.storage.fault
-
-
 def _check_links(cluster: ClusterFacts) -> Iterator[Finding]:
     """Find links that do not connect, and links that are slower than the others."""
     for link in cluster.links:
@@ -448,8 +443,9 @@ def _check_links(cluster: ClusterFacts) -> Iterator[Finding]:
     if not sound:
         return
     rate, delay_s = median(link.bytes_per_s for link in sound), median(link.delay_s for link in sound)
-    slow = [link for link in sound if len(sound) > 2 and _is_slow(link, rate, delay_s)]
-    for link in slow:
+    longest_s = max(_LATE_FACTOR * delay_s, _LATE_S)
+    slow = [link for link in sound if link.bytes_per_s < _SLOW_SHARE * rate or link.delay_s > longest_s]
+    for link in slow if len(sound) > 2 else ():
         yield Finding(
             subject="link",
             verdict="doubtful",
@@ -461,10 +457,6 @@ def _check_links(cluster: ClusterFacts) -> Iterator[Finding]:
     many = f"median {_figures(rate, delay_s)}, worst {worst}" if len(sound) > 2 else worst
     what = f"{many} (ring, one TCP connection)"
     yield Finding(subject="links", verdict="good", what=what, where=_all(cluster.machines))
-
-
-def _is_slow(link: LinkMeasurement, rate: float, delay_s: float) -> bool:
-    return link.bytes_per_s < _SLOW_SHARE * rate or link.delay_s > max(_LATE_FACTOR * delay_s, _LATE_S)
 
 
 def _figures(bytes_per_s: float, delay_s: float) -> str:

@@ -20,7 +20,6 @@ from trainwright.diagnostics.node_facts import (
     Device,
     DiskSpace,
     HostResources,
-    Interface,
     MachineFacts,
     Network,
     Software,
@@ -266,18 +265,15 @@ def _check_address(network: Network, *, in_cluster: bool) -> Iterator[Finding]:
             f"set the default route to the real network: ip route; others: {', '.join(others) or 'none'}",
         )
     else:
+        at = f" at {own.name}, MTU {own.mtu:,}" if own else ""
         beside = f"; also {', '.join(others)}" if others else ""
-        yield _good("network", f"{network.address}{_interface_text(own)}{beside}")
+        yield _good("network", f"{network.address}{at}{beside}")
     if in_cluster and network.ray_address and network.ray_address != network.address:
         yield _doubtful(
             "network",
             f"Ray is reached at {network.ray_address}, workers at {network.address}",
             f"start Ray with: ray start --node-ip-address={network.address} and its other arguments",
         )
-
-
-def _interface_text(interface: Interface | None) -> str:
-    return f" at {interface.name}, MTU {interface.mtu:,}" if interface else ""
 
 
 def _check_host_name(network: Network) -> Iterator[Finding]:

@@ -133,11 +133,6 @@ def code_digest() -> str:
     return total.hexdigest()[:12]
 
 
-def _newest_file_s() -> float:
-    """Return when the newest file of trainwright was written, in seconds since the epoch."""
-    return max((path.stat().st_mtime for path in _folder("trainwright").rglob("*.py")), default=0.0)
-
-
 def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
@@ -341,7 +336,8 @@ def disk_space(path: str) -> DiskSpace:
 
 def _probe_clock() -> Clock:
     """Return facts of the wall clock."""
-    return Clock(time_s=time.time(), synchronized=_is_clock_synchronized(), installed_s=_newest_file_s())
+    written_s = max((path.stat().st_mtime for path in _folder("trainwright").rglob("*.py")), default=0.0)
+    return Clock(time_s=time.time(), synchronized=_is_clock_synchronized(), installed_s=written_s)
 
 
 def _is_clock_synchronized() -> bool | None:
