@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -511,16 +510,12 @@ class QuadraticProblem:
         self.held = _ServerState(x + outer.rate * (went + outer.momentum * speed), speed)
 
     def _gradient(self, pushes: Sequence[ComputedPush]) -> _Array:
-        """Return the mean; many units were computed on the same parameters."""
-        if len(pushes) == 1:
-            unit, x = pushes[0]
-            alone: _Array = self._curvature * x + self._noise[self._place(unit.step, unit.share)]
-            return alone
-        noise = self._noise[[self._place(unit.step, unit.share) for unit, _ in pushes]].mean(axis=0)
-        each = {id(x): x for _, x in pushes}
-        counts = Counter(id(x) for _, x in pushes)
-        mean = sum(count / len(pushes) * each[key] for key, count in counts.items())
-        found: _Array = self._curvature * mean + noise
+        """Return the mean gradient of pushes."""
+        places = [self._place(unit.step, unit.share) for unit, _ in pushes]
+        x, noise = pushes[0].x, self._noise[places[0]]
+        if len(pushes) > 1:
+            x, noise = np.mean([push.x for push in pushes], axis=0), self._noise[places].mean(axis=0)
+        found: _Array = self._curvature * x + noise
         return found
 
     def _went(self, pushes: Sequence[ComputedPush]) -> _Array:

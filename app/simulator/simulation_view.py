@@ -9,6 +9,7 @@ without learning the last four are null or empty.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from markupsafe import Markup
@@ -87,12 +88,14 @@ def _facts(one: SimulationResult, target: float | None) -> dict[str, Any]:
 
 def staleness_percentile(staleness: StalenessCounts, part: float) -> int:
     """Return the staleness that a share of the pushes does not exceed; 0 without pushes."""
-    total, seen = sum(staleness.counts.values()), 0
-    for age, count in sorted(staleness.counts.items()):
-        seen += count
-        if seen >= part * total:
-            return age
-    return 0
+    return next((age for age, share in _cumulated(staleness) if share >= part), 0)
+
+
+def _cumulated(staleness: StalenessCounts) -> list[tuple[int, float]]:
+    """Return staleness and the share of pushes that were no staler."""
+    counts = sorted(staleness.counts.items())
+    total = sum(count for _, count in counts)
+    return [(age, seen / total) for (age, _), seen in zip(counts, accumulate(n for _, n in counts), strict=True)]
 
 
 def fewest_servers(outcomes: Sequence[SimulationResult]) -> Mapping[str, int]:
@@ -189,7 +192,10 @@ def as_page(outcomes: Sequence[SimulationResult]) -> str:
     several = len({one.scenario.servers for one in outcomes}) > 1
     names = [f"{_name(one)}, {one.scenario.servers} srv." if several else _name(one) for one in outcomes]
     losses = {name: one.losses for name, one in zip(names, outcomes, strict=True)}
-    stale = {name: _cumulated(one) for name, one in zip(names, outcomes, strict=True)}
+    stale = {
+        name: [(float(age), share) for age, share in _cumulated(one.staleness)] if one.staleness.mean else []
+        for name, one in zip(names, outcomes, strict=True)
+    }
     body = render_template(
         "tables.html.j2",
         headline=f"Simulated: {_headline(outcomes)}",
@@ -209,15 +215,3 @@ def as_page(outcomes: Sequence[SimulationResult]) -> str:
 
 def _drawn(name: str, curves: dict[str, list[tuple[float, float]]], xlabel: str, *, log: bool) -> Markup:
     return Markup(curves_chart(name, curves, xlabel, log=log) if any(curves.values()) else "")
-
-
-def _cumulated(one: SimulationResult) -> list[tuple[float, float]]:
-    """Return staleness and the share of pushes that were no staler; empty where none was stale."""
-    if not one.staleness.mean:
-        return []
-    counts = sorted(one.staleness.counts.items())
-    total, seen, found = sum(count for _, count in counts), 0, []
-    for age, count in counts:
-        seen += count
-        found.append((float(age), seen / total))
-    return found

@@ -217,21 +217,23 @@ def _sections_of_stages(schedule: str, stages: int, chunks: int) -> Indices:
 
 
 def planned_step_work(profile: ModelProfile, cluster: Cluster, plan: Plan) -> StepWork:
-    """Return the work of one step on a cluster. Raises PlanError, ResourceError."""
-    return compute_step_work(profile, MachineModel.of(cluster, plan.mesh.size, plan.placement.threads), plan)
+    """Return the work of one step on a cluster.
+
+    Raises:
+        PlanError: the plan is impossible on this cluster, or with this model and batch.
+        ResourceError: an accelerator is not in the table.
+    """
+    machine = MachineModel.of(cluster, plan.mesh.size, plan.placement.threads)
+    reason = invalid_plan(profile, machine, plan)
+    if reason is not None:
+        raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
+    return compute_step_work(profile, machine, plan)
 
 
 def compute_step_work(profile: ModelProfile, machine: MachineModel, plan: Plan) -> StepWork:
-    """Return the work of one step on the machine that a plan's ranks have.
-
-    Raises:
-        PlanError: the plan is impossible on this machine, or with this model and batch.
-    """
+    """Return the work of one step of a plan that is possible (`invalid_plan`) on its ranks' machine."""
     mesh, precision = plan.mesh, plan.precision
     micro_batches, rows = plan.micro_batches(plan.batch_size)
-    reason = invalid_plan(profile, machine, plan)
-    if reason is not None:
-        raise PlanError(reason[0], where=str(mesh), remedy=reason[1])
     layers, sizes = layer_vectors(profile), plan.stages or even_partition(profile, plan.sections)
     counts = section_counts(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)

@@ -442,7 +442,6 @@ def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, roo
 
     Raises:
         ValueError: there are fewer layers than stages or chunks.
-        PlanError: the plan is impossible.
     """
     stages, (_, rows) = plan.sections, plan.micro_batches(plan.batch_size)
     if plan.mesh.pipeline == 1:
