@@ -18,7 +18,6 @@ from trainwright.core.plan import Plan, PlanConstraints
 from trainwright.driver.rendezvous import PROBE_SECONDS, PROBE_STEPS
 from trainwright.strategies import strategies_for
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
-from trainwright.strategies.cost_model.machine_model import Calibration
 from trainwright.strategies.search.plan_ranking import (
     TIE_RATIO,
     best_plan,
@@ -103,7 +102,6 @@ class AlternativePlans:
     job: Job
     question: PlanRequest
     plans: tuple[Plan, ...]
-    calibration: Calibration | None = None  # with what was measured of `plans`; None for what is assumed
     _known: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
     _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
 
@@ -155,7 +153,8 @@ class AlternativePlans:
         ]
         rows.sort(key=lambda row: (row["note"] != "goes on", row["measured_s"] is None, row["measured_s"] or 0.0))
         told = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
-        return replace(self, plans=(chosen,), calibration=calibration, _known={}, _others={}), told
+        question = replace(question, calibration=calibration)
+        return replace(self, plans=(chosen,), question=question, _known={}, _others={}), told
 
     def leaner(self, plan: Plan) -> AlternativePlans | None:
         """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
@@ -207,13 +206,13 @@ class AlternativePlans:
             return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
         bound = workers if resizable else None
         asked = replace(self.question, workers=workers, min_workers=bound, max_workers=bound, pins=pins)
-        found = search_plans(asked, self.calibration)
+        found = search_plans(asked)
         fitting = [
             plan
             for plan in found.plans
             if is_movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
         ]
-        best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True, calibration=self.calibration)
+        best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True)
         if best is not None:
             return replace(best, placement=self.plans[0].placement), ""
         nearest = first_of_strategies(found.misfits).items()

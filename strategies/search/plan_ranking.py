@@ -97,21 +97,17 @@ def rank(
         ResourceError: an accelerator is missing from the built-in table.
         PlanError: no plan fits; it names what comes nearest.
     """
-    question = PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision)
-    found = search_plans(question, calibration)
-    best = best_plan(question, found, calibration=calibration)
+    question = PlanRequest(
+        profile=profile, cluster=cluster, batch_size=batch_size, precision=precision, calibration=calibration or DEFAULT
+    )
+    found = search_plans(question)
+    best = best_plan(question, found)
     if best is None:
         raise nothing_fits(question, found)
     return [best, *(plan for plan in found.plans if plan.text != best.text)]
 
 
-def best_plan(
-    question: PlanRequest,
-    found: Ranking,
-    *,
-    asynchronous: bool = False,
-    calibration: Calibration | None = None,
-) -> Plan | None:
+def best_plan(question: PlanRequest, found: Ranking, *, asynchronous: bool = False) -> Plan | None:
     """Return the plan to take of a ranking, with its interval; None where there is none.
 
     `fit`, `plan --cluster` and `rank` take this one.
@@ -120,7 +116,7 @@ def best_plan(
         asynchronous: the job asks for workers that step asynchronously; else they are taken where they are far ahead.
     """
     plans = found.plans if asynchronous else found.unasked
-    return _with_interval(question, simplest_plan(_without_needless_division(plans)), calibration) if plans else None
+    return _with_interval(question, simplest_plan(_without_needless_division(plans))) if plans else None
 
 
 def nothing_fits(question: PlanRequest, found: Ranking) -> PlanError:
@@ -131,7 +127,7 @@ def nothing_fits(question: PlanRequest, found: Ranking) -> PlanError:
     return PlanError(what, where="cluster", remedy=suggest_changes(question) or nearest.hint)
 
 
-def search_plans(question: PlanRequest, calibration: Calibration | None = None) -> Ranking:
+def search_plans(question: PlanRequest) -> Ranking:
     """Return the plans of all strategies for the model's framework; where none fits, those that offload too.
 
     Raises:
@@ -139,36 +135,36 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
         PlanError: the batch is no whole number of samples, or the precision is unknown.
     """
     check_request(question.batch_size, question.precision)
-    sized = _PlanSizer(question, calibration or DEFAULT)
-    fitting, misfits = _fitting(sized)
+    fitting, misfits = _fitting(question)
     if all(map(is_asynchronous, fitting)) and question.cluster.accelerators and not question.offload:
-        offloaded = _fitting(_PlanSizer(replace(question, offload=True), sized.calibration))
+        offloaded = _fitting(replace(question, offload=True))
         fitting, misfits = fitting + offloaded[0], misfits + offloaded[1]
-    ahead_s = _speedup_limit(question, fitting, calibration) if question.cluster.uneven else 0.0
+    ahead_s = _speedup_limit(question, fitting) if question.cluster.uneven else 0.0
     fitting.sort(key=lambda plan: estimate_of(plan).target_s)
     fitting.sort(key=lambda plan: is_asynchronous(plan) and estimate_of(plan).target_s > ahead_s)
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(_INTERVAL_PLANS, len(fitting))), *best.values()}:
-        fitting[number] = _with_interval(question, fitting[number], calibration)
+        fitting[number] = _with_interval(question, fitting[number])
     misfits.sort(key=lambda one: (one.plan is not None and is_asynchronous(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
-def _with_interval(question: PlanRequest, plan: Plan, calibration: Calibration | None = None) -> Plan:
+def _with_interval(question: PlanRequest, plan: Plan) -> Plan:
     """Return a ranked plan with the interval of its estimate, which only the first ones have."""
     found = estimate(
         question.profile, question.cluster, plan, batch_size=question.batch_size, precision=question.precision,
-        calibration=calibration,
+        calibration=question.calibration,
     )  # fmt: skip
     return replace(plan, estimate=found)
 
 
-def _fitting(sized: _PlanSizer) -> tuple[list[Plan], list[InfeasiblePlan]]:
+def _fitting(question: PlanRequest) -> tuple[list[Plan], list[InfeasiblePlan]]:
     """Return the plans that fit and those that do not, in the order of the strategies."""
+    sized = _PlanSizer(question)
     fitting: list[Plan] = []
     misfits: list[InfeasiblePlan] = []
-    strategies = strategies_for(sized.question.profile.framework).values()
-    for item in chain.from_iterable(strategy.proposals(sized.question) for strategy in strategies):
+    strategies = strategies_for(question.profile.framework).values()
+    for item in chain.from_iterable(strategy.proposals(question) for strategy in strategies):
         for found in [item] if isinstance(item, InfeasiblePlan) else _variants(sized, item):
             (misfits if isinstance(found, InfeasiblePlan) else fitting).append(found)  # type: ignore[arg-type]
     return fitting, misfits
@@ -239,7 +235,7 @@ def is_asynchronous(plan: Plan) -> bool:
     return plan.topology == "independent" or plan.servers > 0
 
 
-def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Calibration | None) -> float:
+def _speedup_limit(question: PlanRequest, plans: Iterable[Plan]) -> float:
     """Return the most seconds to the same loss for asynchronous plans of jobs that do not ask for them.
 
     Where accelerators differ, synchronous plans on those of one kind are compared too.
@@ -248,7 +244,7 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Ca
     found = list(plans)
     for kind in kinds:
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        found += search_plans(replace(question, cluster=Cluster(nodes=nodes)), calibration).plans
+        found += search_plans(replace(question, cluster=Cluster(nodes=nodes))).plans
     together = [plan for plan in found if not is_asynchronous(plan)]
     return min((estimate_of(plan).target_s for plan in _without_needless_division(together)), default=0.0) / (
         _REQUIRED_SPEEDUP
@@ -270,8 +266,8 @@ _MemoryChoices = tuple[tuple[str, bool], ...]  # recomputation and sequence para
 class _PlanSizer:
     """Estimates time and memory of a request's plans; values that plans share are computed once."""
 
-    def __init__(self, question: PlanRequest, calibration: Calibration) -> None:
-        self.question, self.calibration = question, calibration
+    def __init__(self, question: PlanRequest) -> None:
+        self.question = question
         of_cpus = not question.cluster.accelerators
         self._machine = cache(
             lambda ranks: MachineModel.of(question.cluster, ranks if of_cpus else None, question.threads or 0)
@@ -305,7 +301,7 @@ class _PlanSizer:
             hint = f"{more}, or use nodes with more memory"
             return InfeasiblePlan(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
         work = compute_step_work(profile, machine, plan)
-        return replace(plan, estimate=point_estimate(work, memory, self.calibration))
+        return replace(plan, estimate=point_estimate(work, memory, self.question.calibration))
 
 
 def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:

@@ -17,6 +17,7 @@ from trainwright.core.loss_api import step_keywords
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import SUMMED_BY, Mesh, Plan, PlanConstraints, WorkerResources, tensor_workers
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
+from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job, Planning
@@ -52,6 +53,7 @@ class PlanRequest:
     together: bool = False  # batch norms see the whole batch
     kind: str = ""  # Ray's name of the accelerators' model that the job asks for
     data_cpus: float = 0.0  # that Ray Data needs at least
+    calibration: Calibration = DEFAULT  # that steps are predicted with
     replicated: tuple[str, ...] = ()  # options that need all of the model on each worker
     torch_option: str = ""  # an option that parameter servers and TensorFlow do not have; empty for none
     # workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`
