@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainwright.core.cluster import Cluster
@@ -125,22 +125,11 @@ def _predicted(decision: Decision, measured: Measurement, note: str) -> Decision
 
 def _key(description: Mapping[str, str], profile: ModelProfile, rows: int, workers: int) -> str:
     """Return the key of a step: what it computes, with what, and on which machine."""
-    facts = {
-        **select_fields(description, _FIELDS),
-        "rows": str(rows),
-        "workers": str(workers),
-        "torch": _torch_version(),
-    }
+    torch = getattr(sys.modules.get("torch"), "__version__", "")
+    facts = {**select_fields(description, _FIELDS), "rows": str(rows), "workers": str(workers), "torch": str(torch)}
     layers = [(layer.parameters, layer.flops, layer.kept_numbers) for layer in profile.layers]  # for this size of data
     facts |= {"layers": repr(layers), "machine": platform.machine(), "cpus": str(os.cpu_count()), "cpu": _cpu_name()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _torch_version() -> str:
-    """Return torch's version; empty where it was installed without its metadata."""
-    with contextlib.suppress(PackageNotFoundError):
-        return version("torch")
-    return ""
 
 
 def _cpu_name() -> str:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,19 +123,6 @@ def test_a_torn_file_is_measured_again(cache: Path, text: str) -> None:
     clock = Clock(0.5)
     found = predicted(decide(LAPTOP, profile=HEAVY), clock)
     assert clock.asked and estimate_of(found.chosen).step_s > 0.4
-
-
-def test_a_torch_without_metadata_is_timed_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(measured_step, "version", missing)
-    clock = Clock(0.5)
-    before = decide(LAPTOP, profile=HEAVY)
-    found = predicted(before, clock)
-    written = cache.stat().st_mtime_ns
-    assert predicted(before, clock) == found and clock.asked == [32]
-    assert cache.stat().st_mtime_ns == written, "what is known is not written again"
 
 
 def test_a_step_that_could_not_be_timed_changes_nothing(cache: Path) -> None:
