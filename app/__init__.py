@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
     from trainwright.api import doctor as doctor
-    from trainwright.api import evaluate as evaluate
     from trainwright.api import export as export
     from trainwright.api import fit as fit
     from trainwright.api import generate as generate
     from trainwright.api import load_model as load_model
     from trainwright.api import plan as plan
-    from trainwright.api import predict as predict
     from trainwright.api import start as start
     from trainwright.api import tune as tune
     from trainwright.core.callbacks import CallbackContext as CallbackContext
@@ -57,6 +55,8 @@ if TYPE_CHECKING:
     from trainwright.distillation.multi_stage import SelfDistillation as SelfDistillation
     from trainwright.distillation.multi_stage import TwoStage as TwoStage
     from trainwright.distillation.trained_student import students as students
+    from trainwright.inference.batch_inference import predict as predict
+    from trainwright.inference.run_inference import evaluate as evaluate
     from trainwright.integrations.huggingface import from_hf_trainer as from_hf_trainer
     from trainwright.integrations.lightning import from_lightning as from_lightning
     from trainwright.planning.job_file import load_distillation as load_distillation
@@ -82,10 +82,7 @@ isolate_llvm()
 silence_widget_notes()
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "api": (
-        "chaos", "distill", "doctor", "evaluate", "export", "fit", "generate", "load_model", "plan", "predict", "start",
-        "tune",
-    ),
+    "api": ("chaos", "distill", "doctor", "export", "fit", "generate", "load_model", "plan", "start", "tune"),
     "core.callbacks": ("CallbackContext",),
     "core.cluster": ("Cluster",),
     "core.data": ("Terms",),
@@ -104,6 +101,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "distillation.hyperparameter_search": ("Search", "search"),
     "distillation.multi_stage": ("SelfDistillation", "TwoStage"),
     "distillation.trained_student": ("students",),
+    "inference.batch_inference": ("predict",),
+    "inference.run_inference": ("evaluate",),
     "integrations.huggingface": ("from_hf_trainer",),
     "integrations.lightning": ("from_lightning",),
     "planning.job_file": ("load_distillation", "load_job"),

@@ -1,4 +1,4 @@
-"""The Python API: plan, fit, start, tune, distill, evaluate, predict, generate, load_model, export, chaos and doctor.
+"""The Python API: plan, fit, start, tune, distill, generate, load_model, export, chaos and doctor.
 
 Each takes a Job or the path of a job file.
 """
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from trainwright.chaos_testing.chaos_report import ChaosReport
     from trainwright.core.engine import CheckpointChoice
     from trainwright.core.job import Job
-    from trainwright.datasets import Dataset
     from trainwright.diagnostics.diagnosis_report import Diagnosis
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.distilled_run import DistilledRun
     from trainwright.distillation.hyperparameter_search import Search
     from trainwright.distillation.multi_stage import MultiStage
-    from trainwright.inference.batch_inference import Prediction
     from trainwright.integrations.ray_train import Processes
     from trainwright.planning.decision import Decision
     from trainwright.planning.what_if import Goal, Price, WhatIf
@@ -280,79 +278,6 @@ def distill(
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
     return run_distillation(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)
-
-
-def evaluate(
-    job: Job | str, *, step: CheckpointChoice = None, here: bool = False, verbose: bool = False
-) -> dict[str, float]:
-    """Return loss and metrics of a checkpoint over the job's evaluation set.
-
-    It runs on workers of the cluster under the last plan of the run, with fewer replicas where there is less room. When
-    a worker is lost or hangs, all workers are replaced and continue with the same batches, up to the job's `failures=`
-    times in a row. With a plan for one worker, it runs in this process on one device.
-
-    Args:
-        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
-        here: in this process on one CPU in any case.
-        verbose: show Ray's own output.
-
-    Raises:
-        TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
-            room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
-    """
-    from trainwright.inference import run_inference
-
-    return run_inference.evaluate(_job(job), step, here=here, verbose=verbose)
-
-
-def predict(
-    job: Job | str,
-    data: Dataset | str | None = None,
-    *,
-    to: str,
-    columns: Iterable[str] | None = None,
-    keep: Iterable[str] = (),
-    step: CheckpointChoice = None,
-    workers: int | None = None,
-    batch_size: int | None = None,
-    range_rows: int | None = None,
-    fresh: bool = False,
-    verbose: bool = False,
-) -> Prediction:
-    """Compute the model's outputs for every row of a data set on the cluster, and store them as parquet parts.
-
-    Where the run divided its model over workers, as many workers compute it in the same layout, and this process reads
-    the rows and stores the parts. Otherwise, and with `workers`, a pool of workers reads and stores, each with the full
-    model.
-
-    The parts, in the order of their names, hold the samples in order: `sample` (int64, the row number), the kept
-    columns, then `output`, or one column for each of several outputs. A part appears when it is complete; the same call
-    continues an interrupted one and computes only missing parts. With `on_error="skip"`, a row that cannot be read has
-    nulls, and a note says so; `skip_limit=` counts for each worker. The data is compared by names and sizes of its
-    files and by a few of its rows: use `fresh` after you changed single rows.
-
-    Args:
-        data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.
-        to: a folder, or `s3://`, `gs://`, `az://`; every node must be able to write there.
-        columns: outputs to store, such as ("logits",); by default all.
-        keep: columns of the data set to store with them.
-        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
-        workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        batch_size: rows computed at once, by each worker or by all together; by default the job's, at most 1024.
-        range_rows: most rows of a part; by default chosen by the size of a row.
-        fresh: compute everything again.
-        verbose: show Ray's own output.
-
-    Raises:
-        RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
-        TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed repeatedly.
-    """
-    from trainwright.inference import batch_inference as predicting
-
-    return predicting.predict(
-        _job(job), data, to=to, columns=columns, keep=keep, step=step, workers=workers, batch_size=batch_size,
-        range_rows=range_rows, fresh=fresh, verbose=verbose,
-    )  # fmt: skip
 
 
 def generate(

@@ -147,9 +147,9 @@ def evaluate(
     Workers of the cluster compute them, with the plan that the run was trained with. If the plan has one worker, this
     process computes them.
     """
-    from trainwright import api
+    from trainwright.inference.run_inference import evaluate as evaluate_run
 
-    metrics = api.evaluate(_trained(file, overrides, student), step=step, here=here, verbose=verbose)
+    metrics = evaluate_run(_trained(file, overrides, student), step=step, here=here, verbose=verbose)
     if as_json:
         print_json(metrics)
     else:
@@ -211,9 +211,9 @@ def predict(
     If the run divided its model over workers, the same layout computes the outputs. Otherwise, or with --workers, each
     worker of a pool has the whole model.
     """
-    from trainwright import api
+    from trainwright.inference.batch_inference import predict as predict_rows
 
-    found = api.predict(
+    found = predict_rows(
         _trained(file, overrides, student), data, to=to, columns=columns, keep=keep or (), step=step, workers=workers,
         batch_size=batch_size, range_rows=range_rows, fresh=fresh, verbose=verbose,
     )  # fmt: skip

@@ -41,7 +41,7 @@ class Student:
 
     def evaluate(self, *, step: CheckpointChoice = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
         """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""
-        return run_inference.evaluate(self.job, step, here=here, verbose=verbose)
+        return run_inference.evaluate(self.job, step=step, here=here, verbose=verbose)
 
     def predict(
         self, data: Dataset | str | None = None, *, to: str, keep: Iterable[str] = (), **options: Any

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow.parquet as pq
 
@@ -34,12 +34,14 @@ from trainwright.inference.prediction_worker import (
     check_schema,
 )
 from trainwright.planning.job_description import description_changes
+from trainwright.planning.job_file import load_job
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import RowProgress
 from trainwright.storage.object_store import Store, open_store
 from trainwright.worker.worker_config import pickle_job
 
 if TYPE_CHECKING:
+    from trainwright.core.engine import CheckpointChoice
     from trainwright.core.job import Job
     from trainwright.core.plan import Plan
     from trainwright.datasets.data_source import Index
@@ -94,20 +96,48 @@ class PredictionRequest:
 
 
 def predict(
-    job: Job,
-    data: Any = None,
+    job: Job | str,
+    data: Dataset | str | None = None,
     *,
     to: str,
     columns: Iterable[str] | None = None,
     keep: Iterable[str] = (),
-    step: int | Literal["best"] | None = None,
+    step: CheckpointChoice = None,
     workers: int | None = None,
     batch_size: int | None = None,
     range_rows: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
 ) -> Prediction:
-    """See `trainwright.api.predict`."""
+    """Compute the model's outputs for every row of a data set on the cluster, and store them as parquet parts.
+
+    Where the run divided its model over workers, as many workers compute it in the same layout, and this process reads
+    the rows and stores the parts. Otherwise, and with `workers`, a pool of workers reads and stores, each with the full
+    model.
+
+    The parts, in the order of their names, hold the samples in order: `sample` (int64, the row number), the kept
+    columns, then `output`, or one column for each of several outputs. A part appears when it is complete; the same call
+    continues an interrupted one and computes only missing parts. With `on_error="skip"`, a row that cannot be read has
+    nulls, and a note says so; `skip_limit=` counts for each worker. The data is compared by names and sizes of its
+    files and by a few of its rows: use `fresh` after you changed single rows.
+
+    Args:
+        data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.
+        to: a folder, or `s3://`, `gs://`, `az://`; every node must be able to write there.
+        columns: outputs to store, such as ("logits",); by default all.
+        keep: columns of the data set to store with them.
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
+        workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
+        batch_size: rows computed at once, by each worker or by all together; by default the job's, at most 1024.
+        range_rows: most rows of a part; by default chosen by the size of a row.
+        fresh: compute everything again.
+        verbose: show Ray's own output.
+
+    Raises:
+        RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
+        TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed repeatedly.
+    """
+    job = load_job(job) if isinstance(job, str) else job
     numbers = {"workers": workers, "batch_size": batch_size, "range_rows": range_rows}
     problems = [f"{name}={value}: use 1 or more" for name, value in numbers.items() if value is not None and value < 1]
     if problems:
@@ -185,12 +215,12 @@ def run_request(
 
     Args:
         question: the request.
-        workers, batch_size, fresh, verbose: as of `trainwright.api.predict`.
+        workers, batch_size, fresh, verbose: as of `predict`.
         note: called with problems that were repaired, and with rows that could not be read.
 
     Raises:
         DataError: an existing part is damaged; names it.
-        TrainwrightError: as `trainwright.api.predict`.
+        TrainwrightError: as `predict`.
     """
     _check_parts(question)
     if question.waiting:

@@ -32,6 +32,7 @@ from trainwright.inference.inference_model import (
     trained_plan,
     trained_steps,
 )
+from trainwright.planning.job_file import load_job
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
@@ -42,8 +43,25 @@ from trainwright.worker.loaders import Quarantine, skipping_reader
 from trainwright.worker.worker import predicted
 
 
-def evaluate(job: Job, step: CheckpointChoice = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
-    """See `trainwright.api.evaluate`."""
+def evaluate(
+    job: Job | str, *, step: CheckpointChoice = None, here: bool = False, verbose: bool = False
+) -> dict[str, float]:
+    """Return loss and metrics of a checkpoint over the job's evaluation set.
+
+    It runs on workers of the cluster under the last plan of the run, with fewer replicas where there is less room. When
+    a worker is lost or hangs, all workers are replaced and continue with the same batches, up to the job's `failures=`
+    times in a row. With a plan for one worker, it runs in this process on one device.
+
+    Args:
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
+        here: in this process on one CPU in any case.
+        verbose: show Ray's own output.
+
+    Raises:
+        TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
+            room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
+    """
+    job = load_job(job) if isinstance(job, str) else job
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
     plan = None if here else trained_plan(job)
