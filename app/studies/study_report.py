@@ -56,23 +56,15 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyReport:
-    """A study that was run.
-
-    Attributes:
-        kind: of the study.
-        name: of the job.
-        metric: the metric that is compared, or `samples/s`.
-        trials: with their histories.
-        predictions: samples/s of studies by workers, beyond the measured numbers, by curve.
-        predicted_for: the cluster that they are for.
-    """
+    """A study that was run."""
 
     kind: StudyKind
-    name: str
-    metric: str
-    trials: Sequence[StudyTrial]
+    name: str  # of the job
+    metric: str  # the metric that is compared, or `samples/s`
+    trials: Sequence[StudyTrial]  # with their histories
+    # samples/s of studies by workers, beyond the measured numbers, by curve
     predictions: Mapping[str, Sequence[Band]] = field(default_factory=dict)
-    predicted_for: str = ""
+    predicted_for: str = ""  # the cluster that they are for
 
     @property
     def x_name(self) -> str:

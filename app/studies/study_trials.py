@@ -37,38 +37,23 @@ _WHOLE = {"early_stop": None, "max_time": None}  # equal epochs
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTrial:
-    """One run of a study.
+    """One run of a study."""
 
-    Attributes:
-        label: the curve that it belongs to.
-        x: number of workers, or batch size.
-        seed: of the run.
-        job: what is run.
-        history: what came of it; None before it was run.
-        error: why it failed: its loss was not finite, or rose too far; empty where it did not.
-    """
-
-    label: str
-    x: int
+    label: str  # the curve that it belongs to
+    x: int  # number of workers, or batch size
     seed: int
     job: Job
-    history: RunHistory | None = None
-    error: str = ""
+    history: RunHistory | None = None  # what came of it; None before it was run
+    error: str = ""  # why it failed: its loss was not finite, or rose too far; empty where it did not
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LinearRule:
-    """The linear rule for a batch size, with a warm-up over a share of the run; then the job's own schedule.
+    """The linear rule for a batch size, with a warm-up over a share of the run; then the job's own schedule."""
 
-    Attributes:
-        batch_size: of the run.
-        reference: that of the job.
-        schedule: the job's own, (step, total) -> factor.
-    """
-
-    batch_size: int
-    reference: int
-    schedule: Callable[[int, int], float]
+    batch_size: int  # of the run
+    reference: int  # that of the job
+    schedule: Callable[[int, int], float]  # the job's own, (step, total) -> factor
 
     def __call__(self, step: int, total: int) -> float:
         """Return the factor on the optimizer's own learning rate."""

@@ -39,35 +39,24 @@ class Strategy:
     """A way to divide training over workers.
 
     The number of micro-batches, the recomputation and sequence parallelism are left to the ranking.
-
-    Attributes:
-        name: as in a job's `strategy=`.
-        engines: by framework, `module:class` of the engine. Its keys are the frameworks whose models the strategy is
-            for. A profile without a framework counts as one of torch.
-        propose: yields plans; raises `Refusal` where there is none.
-        fit: engine that runs Keras' `fit`; empty where there is none.
-        no_fit: the reason why there is none.
-        offloads: whether it can keep the model's state in host memory.
-        asynchronous: whether its workers step without waiting for each other.
-        no_step: the reason why it does not take the job's own `step=`; empty where it does.
-        does, when, like, equal, verified: cells of the tables of strategies; see `TABLES`.
-        layout: an example of `plan=` that only this strategy can carry out; empty where there is none.
-        evaluate, predict: how workers hold the trained model.
     """
 
-    name: str
+    name: str  # as in a job's `strategy=`
+    # `module:class` of the engine for models of each framework; a profile without a framework counts as one of torch
     engines: Mapping[str, str]
-    propose: Callable[[Strategy, PlanRequest], _Proposals]
-    fit: str = ""
-    no_fit: str = ""
-    offloads: bool = False
-    asynchronous: bool = False
-    no_step: str = ""
+    propose: Callable[[Strategy, PlanRequest], _Proposals]  # yields plans; raises `Refusal` where there is none
+    fit: str = ""  # engine that runs Keras' `fit`; empty where there is none
+    no_fit: str = ""  # the reason why there is none
+    offloads: bool = False  # whether it can keep the model's state in host memory
+    asynchronous: bool = False  # whether its workers step without waiting for each other
+    no_step: str = ""  # the reason why it does not take the job's own `step=`; empty where it does
+    # does, when, like, equal, verified: cells of the tables of strategies; see `TABLES`
     does: str
     when: str
     like: str
-    layout: str = ""
+    layout: str = ""  # an example of `plan=` that only this strategy can carry out; empty where there is none
     equal: str = "yes"
+    # evaluate, predict: how workers hold the trained model
     evaluate: str = _OWN
     predict: str = _REPLICAS
     verified: str
