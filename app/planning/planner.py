@@ -62,13 +62,10 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     if chosen is None:
         raise _nothing(question, found, names)
     job.check_plan(chosen)
-    own = (
-        *_profile_notes(profile, job),
-        *unknown,
-        *_shared(allowed, chosen),
-        *_stale(eligible, chosen),
-    )
-    notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
+    notes = (
+        *_profile_notes(profile, job), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen),
+        *_not_the_best(question, job, chosen), *_better_alone(question, chosen),
+    )  # fmt: skip
     rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
     planned, misfits = first_of_strategies(found.plans), first_of_strategies(found.misfits)
     return Decision(

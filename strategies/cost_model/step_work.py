@@ -380,10 +380,8 @@ def even_partition(profile: ModelProfile, stages: int) -> tuple[int, ...]:
     layers = profile.layers
     block = max(dict.fromkeys(layers), key=layers.count)
     count = layers.count(block)
-    if count < max(stages, len(layers) / 2):
-        return balanced_partition([layer.flops + layer.traffic_numbers for layer in layers], stages)
     first, last = layers.index(block), len(layers) - 1 - layers[::-1].index(block)
-    if last - first + 1 != count:
+    if count < max(stages, len(layers) / 2) or last - first + 1 != count:
         return balanced_partition([layer.flops + layer.traffic_numbers for layer in layers], stages)
     each, rest = divmod(count, stages)
     sizes = [each + (number < rest) for number in range(stages)]
