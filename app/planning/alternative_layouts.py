@@ -102,17 +102,14 @@ class AlternativePlans:
     job: Job
     question: PlanRequest
     plans: tuple[Plan, ...]
-    _known: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
     _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
 
     def on(self, available: int, fewest: int) -> Plan | None:
         """Return a plan for `fewest` to `available` workers: the run's plan, smaller if needed, else another."""
-        if (available, fewest) not in self._known:
-            sizes = range(available, fewest - 1, -1)
-            own = (_resized(self.plans[0], workers) for workers in sizes)
-            other = (self._other(workers)[0] for workers in sizes)
-            self._known[available, fewest] = next(filter(None, own), None) or next(filter(None, other), None)
-        return self._known[available, fewest]
+        sizes = range(available, fewest - 1, -1)
+        own = (_resized(self.plans[0], workers) for workers in sizes)
+        other = (self._other(workers)[0] for workers in sizes)
+        return next(filter(None, own), None) or next(filter(None, other), None)
 
     def lacking(self, available: int) -> str:
         """Return why the run's own plan does not fit a number of workers, and why others do not either."""
@@ -154,7 +151,7 @@ class AlternativePlans:
         rows.sort(key=lambda row: (row["note"] != "goes on", row["measured_s"] is None, row["measured_s"] or 0.0))
         told = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
         question = replace(question, calibration=calibration)
-        return replace(self, plans=(chosen,), question=question, _known={}, _others={}), told
+        return replace(self, plans=(chosen,), question=question, _others={}), told
 
     def leaner(self, plan: Plan) -> AlternativePlans | None:
         """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
@@ -176,7 +173,7 @@ class AlternativePlans:
         own = plan.layout in [each.layout for each in self.plans]
         workers = self.plans[0].workers if own else plan.workers
         question = replace(self.question, room_bytes=room_bytes, accumulation=accumulation)
-        found = replace(self, question=question, _known={}, _others={})
+        found = replace(self, question=question, _others={})
         best, _ = found._best(workers, pins, names, resizable=own and self.plans[0].strategy != "one_device")
         if best is None:
             return None
