@@ -161,8 +161,9 @@ def test_it_says_what_it_rests_on() -> None:
     text = repr(asked(mtbf_hours=50_000.0))
     for said in ("64 A100-80GB", "predicted, not measured", "nine of ten", "GiB of 79.1 GiB", "goodput",
                  "with a checkpoint every", "$219.58 an hour (on-demand, AWS us-east-1, SkyPilot catalogue v8)",
-                 "compute", "Not chosen", "slower"):  # fmt: skip
+                 "compute", "Not chosen", "slower", "one_device: one device"):  # fmt: skip
         assert said in text, text
+    assert "one_device: one_device" not in text, "a strategy is named once"
 
 
 def test_a_model_that_fits_nowhere_is_said_with_what_comes_nearest() -> None:
