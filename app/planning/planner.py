@@ -400,15 +400,11 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
     The planner takes the first cluster with a plan, so that a model that does not fit gets more nodes. An elastic job
     starts with its `min_workers`, and grows when more nodes have joined.
     """
-    kind = accelerator_kind(cluster, job)
-    cluster = replace(cluster, possible=usable_nodes(cluster, kind))
-    most = len(cluster.possible)
-    number = nodes_needed(cluster, kind, _first_slots(job))
-    yield cluster.grown(number)
-    step = 1
-    while number < most:
-        number, step = min(most, number + step), 2 * step
-        yield cluster.grown(number)
+    cluster, step = grow_to_slots(cluster, job, _first_slots(job)), 1
+    yield cluster
+    while cluster.possible:
+        cluster, step = cluster.grown(step), 2 * step
+        yield cluster
 
 
 def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:

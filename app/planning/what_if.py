@@ -179,11 +179,12 @@ def what_if(profile: ModelProfile, cluster: Cluster, request: SizingRequest) -> 
         raise ResourceError(f"no {request.price} price is known of {' or '.join(cluster.kinds)}", remedy=remedy)
     sizes = every_size(cluster)
     batch_sizes = dict.fromkeys((request.batch_size, *request.batch_sizes))
-    looked = {batch_size: _search_sizes(profile, sizes, request, batch_size) for batch_size in batch_sizes}
+    question = PlanRequest(profile=profile, cluster=cluster, batch_size=request.batch_size, precision=request.precision)
+    looked = {size: _search_sizes(replace(question, batch_size=size), sizes, request) for size in batch_sizes}
     best = [best_of(choices, request.aim) for choices in map(_feasible, looked.values()) if choices]
     if not best:
         _, ranking = looked[request.batch_size][-1]
-        raise nothing_fits(_plan_request(profile, cluster, request, request.batch_size), ranking)
+        raise nothing_fits(question, ranking)
     chosen = best_of(best, request.aim)
     found = looked[chosen.batch_size]
     ranking = next(ranking for choice, ranking in found if choice is chosen)
@@ -230,17 +231,15 @@ def best_of(choices: Sequence[ClusterChoice], aim: Goal) -> ClusterChoice:
 _SizeResult = tuple[ClusterChoice | _InfeasibleSize, Ranking]
 
 
-def _search_sizes(
-    profile: ModelProfile, sizes: Sequence[Cluster], request: SizingRequest, batch_size: int
-) -> list[_SizeResult]:
+def _search_sizes(question: PlanRequest, sizes: Sequence[Cluster], request: SizingRequest) -> list[_SizeResult]:
     """Return the best choice at each size; for `smallest`, also search between the last too small size and the next."""
-    found = {place: _best_at_size(profile, sizes[place], request, batch_size) for place in doubling(sizes)}
+    found = {place: _best_at_size(replace(question, cluster=sizes[place]), request) for place in doubling(sizes)}
     if request.aim == "smallest":
         fits = min((place for place, (best, _) in found.items() if isinstance(best, ClusterChoice)), default=0)
         below = max((place for place in found if place < fits), default=-1)
         while fits - below > 1:
             middle = (below + fits) // 2
-            found[middle] = _best_at_size(profile, sizes[middle], request, batch_size)
+            found[middle] = _best_at_size(replace(question, cluster=sizes[middle]), request)
             below, fits = (below, middle) if isinstance(found[middle][0], ClusterChoice) else (middle, fits)
     return [found[place] for place in sorted(found)]
 
@@ -249,11 +248,10 @@ def _feasible(found: Sequence[_SizeResult]) -> list[ClusterChoice]:
     return [choice for choice, _ in found if isinstance(choice, ClusterChoice)]
 
 
-def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> _SizeResult:
+def _best_at_size(question: PlanRequest, request: SizingRequest) -> _SizeResult:
     """Return the best choice on all accelerators of a cluster, and the ranking, its simplest best plan first."""
-    question = _plan_request(profile, cluster, request, batch_size)
-    found = search_plans(question)
-    plan, steps = best_plan(question, found), request.steps_with(batch_size)
+    cluster, found = question.cluster, search_plans(question)
+    plan, steps = best_plan(question, found), request.steps_with(question.batch_size)
     if plan is None:
         return _InfeasibleSize(accelerators=cluster.accelerators, nearest=found.misfits[0]), found
     found = replace(found, plans=(plan, *(other for other in found.plans if other.text != plan.text)))
@@ -263,7 +261,7 @@ def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingReques
     choice = ClusterChoice(
         accelerators=cluster.accelerators,
         nodes=len(cluster.nodes),
-        batch_size=batch_size,
+        batch_size=question.batch_size,
         steps=steps,
         plan=plan,
         goodput=goodput,
@@ -272,10 +270,6 @@ def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingReques
         dollars=None if dollars is None else dollars * total_s / 3600,
     )
     return choice, found
-
-
-def _plan_request(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> PlanRequest:
-    return PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=request.precision)
 
 
 def _goodput(plan: Plan, devices: int, mtbf_hours: float) -> _Goodput:
