@@ -23,9 +23,9 @@ from trainwright.inference.prediction_worker import (
     Range,
     StoredPart,
     check_schema,
-    device_options,
     located_error,
 )
+from trainwright.ray_cluster.placement_groups import worker_resources
 from trainwright.strategies.common.user_code_errors import first_line
 
 _MAX_FAILED_STARTS = 3  # processes in a row that may end before they are ready
@@ -142,7 +142,7 @@ class PredictorPool:
         self._order, self._size, self._work = ray.put(order), size, RangeQueue(ranges, attempts)
         self._place_s, self._hang_s = place_s, hang_s
         self._schema, self._on_rows, self._on_note = schema, on_rows, on_note
-        options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
+        options = {**worker_resources(order.plan.placement), "max_restarts": 0, "max_task_retries": 0}
         self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
         self._members: list[_PoolActor] = []
         self._durations = BatchDurations(most_s=hang_s)

@@ -237,15 +237,6 @@ def _names(job: Job, order: PredictorConfig) -> tuple[str, ...] | None:
     return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
 
 
-def device_options(plan: Plan) -> dict[str, Any]:
-    """Return the Ray options of one process."""
-    placement = plan.placement
-    if placement.accelerator == "GPU":
-        return {"num_cpus": placement.cpus, "num_gpus": placement.accelerators}
-    resources = {placement.accelerator: placement.accelerators} if placement.accelerator else {}
-    return {"num_cpus": placement.cpus, "resources": resources}
-
-
 # --- The columns of a part --------------------------------------------------------------------------------------------
 
 
