@@ -20,7 +20,7 @@ from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.inference.prediction_worker import SAMPLE, CheckpointWeights
 from trainwright.planning.job_description import describe, select_fields
-from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
+from trainwright.planning.planner import choose, grow_to_slots, pinned_kind, usable_cluster
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.plan_view import plan_from
@@ -173,7 +173,7 @@ def _plan_pool(
     size = min(workers or room.slots, parts)
     alone = job.on_one_device(model=subject.architecture)
     plan = choose(_asked(alone, index), cluster, alone).chosen
-    return replace(plan, placement=placement_for(room, size)), size
+    return replace(plan, placement=placement_for(room, size, kind=pinned_kind(job, room))), size
 
 
 def _asked(job: Job, index: Index) -> ModelProfile:
@@ -258,7 +258,8 @@ def fit_plan(cluster: Cluster, plan: Plan, job: Job) -> Plan:
             fitting = plan.resized(workers)
         except ValueError:  # no whole number of replicas
             continue
-        return replace(fitting, placement=placement_for(room, workers, plan.devices_per_worker))
+        kind = pinned_kind(job, room)
+        return replace(fitting, placement=placement_for(room, workers, plan.devices_per_worker, kind=kind))
     raise ResourceError(
         f"the run was trained as {plan.name}, which needs {single_replica(plan).workers} workers; the cluster has "
         f"room for {most}",

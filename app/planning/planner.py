@@ -50,8 +50,7 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     usable = usable_cluster(cluster, job)
     allowed, unknown = _known(usable)
-    kind = "" if job.scaling.accelerator.upper() in ANY_KIND else usable.kinds[0]
-    question = replace(PlanRequest.of(job, profile, allowed), kind=kind)
+    question = replace(PlanRequest.of(job, profile, allowed), kind=pinned_kind(job, usable))
     names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, search_plans(question)
     apart = job.planning.strategy is not None or _asks_async(pins)
@@ -196,6 +195,11 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
             f"needs {needed} {what}, the cluster has {room}", where="workers", remedy=f"set workers={room}"
         )
     return cluster
+
+
+def pinned_kind(job: Job, usable: Cluster) -> str:
+    """Return Ray's name of the model of accelerator that the job asks for; empty where it takes any."""
+    return "" if job.scaling.accelerator.upper() in ANY_KIND else usable.kinds[0]
 
 
 def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:

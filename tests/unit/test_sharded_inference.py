@@ -91,6 +91,9 @@ def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> No
     accelerated = Node(name="n", cpus=8, memory_bytes=0, accelerators=3, accelerator="GPU", kind="A100-80GB")
     placed = fit_plan(Cluster(nodes=(accelerated,)), plan(Mesh(shard=2)), job(tmp_path))
     assert placed.workers == 2 and (placed.placement.accelerator, placed.placement.accelerators) == ("GPU", 1)
+    mixed = Cluster(nodes=(accelerated, replace(accelerated, kind="T4-16GB")))
+    asked = fit_plan(mixed, plan(Mesh(shard=2)), job(tmp_path).replace(accelerator="A100-80GB"))
+    assert (placed.placement.kind, asked.placement.kind) == ("", "A100-80GB"), "Ray places it where the job asks for"
     with pytest.raises(ResourceError, match="needs 8 workers; the cluster has room for 3") as caught:
         fit_plan(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
     assert "here=True" in caught.value.remedy
