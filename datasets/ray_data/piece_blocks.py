@@ -1,12 +1,11 @@
 """Blocks of Ray Data that each hold one piece of a share: one row, whose values are the piece's columns.
 
-Arrays of any numpy type lie in the block as they are in memory, so that they enter the object store with one copy and
-are read from it without any. Ray Data divides no row. The column `piece` says what else belongs to the piece.
+Arrays of numbers lie in the block as they are in memory, so that they enter the object store with one copy and are
+read from it without any. Ray Data divides no row. The column `piece` says what else belongs to the piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,6 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.datasets.data_source import Arrays, Rows, object_array
 
 _PIECE, _SAMPLES, _PASSES, _COLUMN = "piece", "samples", "passes", "column "  # names in a block; the last is a prefix
-_OBJECT = np.dtype(object)
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -84,10 +82,9 @@ def piece_summary(block: pa.Table) -> Piece:
 class _Layout(NamedTuple):
     """How an array lies in a block."""
 
-    dtype: np.dtype[Any]  # of the array; of an array of arrays, that of each
+    dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()  # of a row
-    shapes: Sequence[tuple[int, ...]] | None = None  # of each row, of an array of arrays
-    kind: type | None = None  # of objects that are no arrays: `bytes`, `object` for pickles, `list` for one of them all
+    kind: type | None = None  # of objects: `bytes` for a value each, `object` for one pickle of all
 
 
 def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
@@ -97,39 +94,19 @@ def _head(block: pa.Table) -> tuple[Piece, dict[str, _Layout]]:
 
 
 def _to_arrow(array: npt.NDArray[Any]) -> tuple[_Layout, pa.Array]:
-    if array.dtype.hasobject and (array.dtype != _OBJECT or array.ndim > 1):
-        return _Layout(array.dtype, kind=list), pa.array([cloudpickle.dumps(array)], pa.large_binary())
-    if array.dtype != _OBJECT:
-        width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
-        stored = pa.Array.from_buffers(pa.binary(width), len(array), [None, _buffer(array)])
-        return _Layout(array.dtype, array.shape[1:]), stored
-    kinds = {type(value) for value in array}
-    types = {value.dtype for value in array} if kinds == {np.ndarray} else {_OBJECT}
-    if len(types) == 1 and not (dtype := types.pop()).hasobject:
-        ends = np.cumsum([0, *(value.nbytes for value in array)], dtype=np.int64)
-        flat = np.concatenate([np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in array])
-        stored = pa.Array.from_buffers(pa.large_binary(), len(array), [None, pa.py_buffer(ends), _buffer(flat)])
-        return _Layout(dtype, shapes=[value.shape for value in array]), stored
-    kind = bytes if kinds == {bytes} else object
-    values = array if kind is bytes else [cloudpickle.dumps(value) for value in array]
-    return _Layout(_OBJECT, kind=kind), pa.array(values, pa.large_binary())
+    if array.dtype.hasobject:
+        plain = array.ndim == 1 and all(type(value) is bytes for value in array)
+        values, kind = (array, bytes) if plain else ([cloudpickle.dumps(array)], object)
+        return _Layout(array.dtype, kind=kind), pa.array(values, pa.large_binary())
+    width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+    content = pa.py_buffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return _Layout(array.dtype, array.shape[1:]), pa.Array.from_buffers(pa.binary(width), len(array), [None, content])
 
 
 def _from_arrow(layout: _Layout, stored: pa.Array) -> npt.NDArray[Any]:
-    if layout.kind is list:
+    if layout.kind is bytes:
+        return object_array(stored.to_pylist())
+    if layout.kind is object:
         return cast(npt.NDArray[Any], cloudpickle.loads(stored[0].as_buffer()))
-    if layout.kind is not None:
-        values = stored.to_pylist()
-        return object_array(values if layout.kind is bytes else [cloudpickle.loads(value) for value in values])
-    if layout.shapes is None:
-        data = stored.buffers()[1]
-        return np.ndarray((len(stored), *layout.shape), layout.dtype, data, stored.offset * stored.type.byte_width)
-    _, ends, data = stored.buffers()
-    firsts = np.frombuffer(ends, np.int64)[stored.offset :].tolist()
-    rows = zip(layout.shapes, firsts, strict=False)  # Arrow may keep more offsets
-    return object_array([np.ndarray(shape, layout.dtype, data, first).copy() for shape, first in rows])
-
-
-def _buffer(array: npt.NDArray[Any]) -> pa.Buffer:
-    """Return the memory of an array, which is copied only where it is not contiguous."""
-    return pa.py_buffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    data = stored.buffers()[1]
+    return np.ndarray((len(stored), *layout.shape), layout.dtype, data, stored.offset * stored.type.byte_width)
