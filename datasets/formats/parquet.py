@@ -131,8 +131,7 @@ class ParquetLoader(Loader):
 
     def __init__(self, system: pafs.FileSystem, index: Index) -> None:
         self._system, self._index = system, index
-        self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
-        self._pages = PageReader(system)
+        self._files: OrderedDict[str, tuple[pa.NativeFile, pq.ParquetFile]] = OrderedDict()
         self._table: tuple[int, pa.Table | None] = (-1, None)  # a damaged row group, of the columns read so far
         self._firsts: dict[str, int] = {}
         for group in index.groups:
@@ -195,14 +194,16 @@ class ParquetLoader(Loader):
         try:
             return [name for name, array in into.items() if not self._filled(group, name, rows, array)]
         except (OSError, pa.ArrowException):  # `load` tries again, and says what is wrong
+            self._files.pop(group.file, None)
             return list(into)
 
     def _filled(self, group: RowGroup, name: str, rows: range, out: npt.NDArray[Any]) -> bool:
-        file = self._file(group.file)
+        pages, file = self._file(group.file)
         metadata = file.metadata
         if group.number >= metadata.num_row_groups or metadata.row_group(group.number).num_rows != group.rows:
             return False
-        leading = self._pages.fill(group.file, metadata, group.number, name, rows, out)
+        at_once = not isinstance(self._system, pafs.LocalFileSystem)
+        leading = read_pages(pages, metadata, group.number, name, rows, out, at_once)
         if leading > group.rows * _MOST_DICTIONARY_ROWS:
             return False
         if leading > rows.start:
@@ -214,18 +215,20 @@ class ParquetLoader(Loader):
 
     def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         try:
-            return self._file(group.file).read_row_group(group.number, columns=list(columns), use_threads=False)
+            return self._file(group.file)[1].read_row_group(group.number, columns=list(columns), use_threads=False)
         except OSError:
             self._files.pop(group.file, None)  # another attempt opens it anew
             raise
 
-    def _file(self, path: str) -> pq.ParquetFile:
+    def _file(self, path: str) -> tuple[pa.NativeFile, pq.ParquetFile]:
+        """Return a file, opened once for its pages and for pyarrow's reader."""
         if path not in self._files:
             while len(self._files) >= _OPEN_FILES:
-                self._files.popitem(last=False)[1].close(force=True)
-            file = pq.ParquetFile(path, filesystem=self._system, memory_map=True)
+                self._files.popitem(last=False)[1][0].close()
+            pages = self._system.open_input_file(path)
+            file = pq.ParquetFile(pages)
             _require_unchanged(file.schema_arrow, self._index.schema, path)
-            self._files[path] = file
+            self._files[path] = pages, file
         self._files.move_to_end(path)
         return self._files[path]
 
@@ -306,54 +309,40 @@ _CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gz
 _PLAIN, _DICTIONARIES = 0, (2, 8)
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _HEADER_BYTES = 512
-_OPEN_PAGE_FILES = 16
 
 
-class PageReader:
-    """Reads numbers from the pages of files; keeps a few files open. For one thread at a time."""
+def read_pages(
+    file: pa.NativeFile, metadata: Any, group: int, name: str, rows: range, out: npt.NDArray[Any], at_once: bool
+) -> int:
+    """Read some rows of a column into `out` from the pages of a file.
 
-    def __init__(self, system: pafs.FileSystem) -> None:
-        self._system, self._local = system, isinstance(system, pafs.LocalFileSystem)
-        self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
+    Args:
+        file: to read from.
+        metadata: its pyarrow.parquet.FileMetaData.
+        group: number of the row group in the file.
+        name: of the column.
+        rows: to read, counted within the row group.
+        out: (len(rows), *shape), contiguous.
+        at_once: whether to read all pages of the column in one request.
 
-    def fill(self, path: str, metadata: Any, group: int, name: str, rows: range, out: npt.NDArray[Any]) -> int:
-        """Read some rows of a column into `out`.
+    Returns:
+        How many of the row group's first rows are not plain numbers: all of them where the column is not suited. Their
+        places in `out` are undefined.
 
-        Args:
-            path: of the file.
-            metadata: its pyarrow.parquet.FileMetaData.
-            group: number of the row group in the file.
-            name: of the column.
-            rows: to read, counted within the row group.
-            out: (len(rows), *shape), contiguous.
-
-        Returns:
-            How many of the row group's first rows are not plain numbers: all of them where the column is not suited or
-            the file cannot be read. Their places in `out` are undefined.
-        """
-        width, every = max(out[:1].size, 1), metadata.row_group(group).num_rows
-        chunk = _chunk_of(metadata, group, name, width * every, out.dtype)
-        if chunk is None:
-            return int(every)
-        try:
-            file = self._file(path)
-            if not self._local:  # one request for all pages
-                content = file.read_at(chunk.stop - chunk.start, chunk.start)
-                file, chunk = pa.BufferReader(content), chunk._replace(start=0, stop=len(content))
-            return -(-_fill_chunk(file, chunk, rows.start * width, out.reshape(-1)) // width)
-        except _UnsupportedPages:
-            return int(every)
-        except (OSError, pa.ArrowException):  # pyarrow's own reader tries next, and says what is wrong
-            self._files.pop(path, None)
-            return int(every)
-
-    def _file(self, path: str) -> pa.NativeFile:
-        if path not in self._files:
-            while len(self._files) >= _OPEN_PAGE_FILES:
-                self._files.popitem(last=False)[1].close()
-            self._files[path] = self._system.open_input_file(path)
-        self._files.move_to_end(path)
-        return self._files[path]
+    Raises:
+        OSError, pa.ArrowException: the file cannot be read.
+    """
+    width, every = max(out[:1].size, 1), metadata.row_group(group).num_rows
+    chunk = _chunk_of(metadata, group, name, width * every, out.dtype)
+    if chunk is None:
+        return int(every)
+    if at_once:
+        content = file.read_at(chunk.stop - chunk.start, chunk.start)
+        file, chunk = pa.BufferReader(content), chunk._replace(start=0, stop=len(content))
+    try:
+        return -(-_fill_chunk(file, chunk, rows.start * width, out.reshape(-1)) // width)
+    except _UnsupportedPages:
+        return int(every)
 
 
 class _Chunk(NamedTuple):
@@ -390,7 +379,8 @@ def _chunk_of(metadata: Any, group: int, name: str, values: int, dtype: np.dtype
     taking them as they are or by leaving out leading bytes.
     """
     row_group = metadata.row_group(group)
-    leaves = [leaf for leaf in range(row_group.num_columns) if _top_level(metadata.schema.column(leaf).path) == name]
+    paths = (metadata.schema.column(leaf).path for leaf in range(row_group.num_columns))
+    leaves = [leaf for leaf, path in enumerate(paths) if path.partition(".")[0] == name]
     if len(leaves) != 1 or sys.byteorder != "little":
         return None
     column, schema = row_group.column(leaves[0]), metadata.schema.column(leaves[0])
@@ -542,7 +532,3 @@ class _ThriftHeader:
             raise _UnsupportedPages
         self.at += 1
         return self._data[self.at - 1]
-
-
-def _top_level(path: str) -> str:
-    return path.partition(".")[0]
