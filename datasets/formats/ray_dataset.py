@@ -17,12 +17,10 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import ray
 from ray import cloudpickle
@@ -46,6 +44,7 @@ from trainwright.datasets.data_source import (
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import hash_values
+from trainwright.datasets.loading.sequential_rows import check_pass_rows, pass_index, refuse_pass_rows
 from trainwright.datasets.ray_data.block_stream import (
     ExecutedBlock,
     ExecutedBlocks,
@@ -147,33 +146,27 @@ class _StreamSource(SequentialSource):
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The function of the epoch, where there is one."""
         return () if is_ray_dataset(self.make) else (self.make,)
 
     @property
     def needs(self) -> Mapping[str, tuple[float, float]]:
-        """Of CPUs and GPUs, what its actors hold, and what its largest task takes."""
         return resource_needs(open_dataset(self.make, 0, self.describe()))
 
     @property
     def kind(self) -> str:
-        """What it is."""
         return "a Ray Dataset"
 
     @property
     def reading(self) -> str:
-        """What a worker reads of a pass and why."""
         return "gets its share of each batch from Ray Data, which executes the data set once in each pass"
 
     @property
     def guarantee(self) -> str:
-        """How often each row counts and why."""
         if self.replayable:
             return "each row counts exactly once, as long as each execution gives the same rows in the same order"
         return "rows can count twice or never after a failure of the driver (replayable=False)"
 
     def describe(self) -> str:
-        """As the user wrote it, in short."""
         return f"from_ray({getattr(self.make, '__name__', 'Dataset')})"
 
     def index(self) -> Index:
@@ -184,19 +177,12 @@ class _StreamSource(SequentialSource):
         dataset = open_dataset(_portable(self.make), 0, self.describe())
         rows = self.rows or known_rows(dataset)
         first, rows = self._look(dataset, rows, to_end=rows is None or (self.rows is None and self._is_plain_read))
-        schema, looked_at = schema_of(first), len(next(iter(first.values())))
-        row_bytes = max(sum(_size_bytes(array) for array in first.values()) // looked_at, 1)
-        named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
-        return Index(
-            rows=rows,
-            groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
-            schema=schema,
-            row_bytes=row_bytes,
-            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),
-            traits={_FIRST: hash_values([first]), **_few(first, row_bytes)},
-            in_order=True,
-            window=min(rows, max(_WINDOW_BYTES // row_bytes, 1)),
-        )
+        digest = hash_values([first])
+        index = pass_index(self.describe(), schema_of(first), rows, first, digest if self.replayable else "")
+        # copies of a few rows, so that nobody executes the data set to look at one
+        few = {name: array[: max(_KEPT_BYTES // index.row_bytes, 1)].copy() for name, array in first.items()}
+        window = min(rows, max(_WINDOW_BYTES // index.row_bytes, 1))
+        return replace(index, traits={_FIRST: digest, **few}, window=window)
 
     def spec(self, index: Index, passes: int) -> StreamSpec:
         """What a process executes, for as many passes; the blocks that are kept go with it."""
@@ -291,19 +277,13 @@ def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None,
         raise DataError(
             f"a {type(dataset).__name__} is no Ray Dataset", where="from_ray", remedy="give a ray.data.Dataset"
         )
-    if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is not a length of a pass", where="from_ray", remedy="give 1 or more")
+    check_pass_rows(rows, "from_ray")
     if cache is not None:
         if not is_complete(cache):
             write_shards(_batches(open_dataset(_portable(dataset), 0, "from_ray")), cache)
         return parquet(cache)
     if type(dataset).__name__ == "MaterializedDataset":
-        if rows is not None:
-            raise DataError(
-                "rows= is for what is executed, and a materialised data set has rows by number",
-                where="from_ray",
-                remedy="leave it out, and use epoch_samples= of the job for shorter epochs",
-            )
+        refuse_pass_rows(rows, "from_ray")
         return Dataset(source=_stored_blocks(dataset))
     return Dataset(source=_StreamSource(make=dataset, rows=rows, replayable=replayable))
 
@@ -342,15 +322,3 @@ def _block_info(block: Any, number: int) -> _BlockInfo:
         sums.update(repr((name, array.tolist())).encode())
     schema = schema_of(ends)
     return _BlockInfo(rows=table.num_rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
-
-
-def _few(first: Arrays, row_bytes: int) -> Arrays:
-    """Copies of the first rows, so that nobody executes the data set to look at one."""
-    return {name: array[: max(_KEPT_BYTES // row_bytes, 1)].copy() for name, array in first.items()}
-
-
-def _size_bytes(array: npt.NDArray[Any]) -> int:
-    """Size of a column; of an object, that of its text or bytes."""
-    if array.dtype != np.dtype(object):
-        return array.nbytes
-    return sum(len(value) if isinstance(value, str | bytes) else np.asarray(value).nbytes for value in array)

@@ -25,9 +25,7 @@ from trainwright.datasets.data_source import (
     Field,
     Index,
     RowAccess,
-    RowGroup,
     SequentialSource,
-    hash_parts,
     object_array,
 )
 from trainwright.datasets.dataset import Dataset
@@ -41,6 +39,8 @@ from trainwright.datasets.loading.sequential_rows import (
     RowPart,
     SequentialRows,
     block_rows,
+    check_pass_rows,
+    pass_index,
     takes_epoch,
 )
 
@@ -126,17 +126,9 @@ class _PipelineSource(SequentialSource):
             )
         if self.sharded and self.replayable:
             self._check_part(pipeline, schema, first)
-        named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
-        looked_at = block_rows(first)
-        return Index(
-            rows=rows,
-            groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
-            schema=schema,
-            row_bytes=max(sum(array.nbytes for array in first.values()) // looked_at, 1),
-            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),  # of row 0
-            in_order=True,
-            weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
-        )
+        digest = hash_values([first]) if self.replayable else ""  # of row 0
+        weight = _PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else ""
+        return pass_index(self.describe(), schema, rows, first, digest, weight=weight)
 
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
@@ -315,8 +307,7 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
             where="from_tf",
             remedy="give the function that makes the data set: from_tf(lambda: tf.data.Dataset...)",
         )
-    if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is not a length of a pass", where="from_tf", remedy="give 1 or more")
+    check_pass_rows(rows, "from_tf")
     return Dataset(source=_PipelineSource(make=make, rows=rows, replayable=replayable))
 
 

@@ -29,9 +29,7 @@ from trainwright.datasets.data_source import (
     Field,
     Index,
     RowAccess,
-    RowGroup,
     SequentialSource,
-    hash_parts,
     select_columns,
 )
 from trainwright.datasets.dataset import Dataset
@@ -56,7 +54,9 @@ from trainwright.datasets.loading.sequential_rows import (
     PartRows,
     RowPart,
     SequentialRows,
-    block_rows,
+    check_pass_rows,
+    pass_index,
+    refuse_pass_rows,
     takes_epoch,
 )
 
@@ -132,7 +132,7 @@ def from_torch(
             f"a {type(dataset).__name__} is not a map-style data set: it has no __len__ and __getitem__",
             remedy="give a function that makes an IterableDataset or a DataLoader, or write its samples as parquet",
         )
-    _refuse_rows(rows, "from_torch")
+    refuse_pass_rows(rows, "from_torch")
     source = ObjectSource(
         access=SampleAccess(dataset=dataset, columns=names), name=type(dataset).__name__, call="from_torch",
         replayable=replayable, ragged=tuple(ragged), ordered=ordered, plan_note=note,
@@ -178,7 +178,7 @@ def from_huggingface(
         remedy = "give the function to .map(...) here, or the data set to from_torch(...), which calls it for each row"
     if remedy:
         raise DataError(f"this {kind} cannot be read by row number as Arrow", where="from_huggingface", remedy=remedy)
-    _refuse_rows(rows, "from_huggingface")
+    refuse_pass_rows(rows, "from_huggingface")
     names = select_columns(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
     access = ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
     source = ObjectSource(
@@ -190,19 +190,9 @@ def from_huggingface(
 def _iterated(
     given: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool, ragged: tuple[str, ...]
 ) -> Dataset:
-    if rows is not None and rows < 1:
-        raise DataError(f"rows={rows} is not a length of a pass", where=call, remedy="give 1 or more")
+    check_pass_rows(rows, call)
     source = _IterableSource(given=given, call=call, columns=columns, rows=rows, replayable=replayable, ragged=ragged)
     return Dataset(source=source)
-
-
-def _refuse_rows(rows: int | None, where: str) -> None:
-    if rows is not None:
-        raise DataError(
-            "rows= is for what is iterated, and this data set has rows by number",
-            where=where,
-            remedy="leave it out, and use epoch_samples= of the job for shorter epochs",
-        )
 
 
 def _is_function(given: Any) -> bool:
@@ -299,16 +289,8 @@ class _IterableSource(SequentialSource):
                 "each pass, or seed the generator; or pass replayable=False: then a recovered run may count some rows "
                 "twice and others never",
             )
-        rows = self._length()
-        named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
-        return Index(
-            rows=rows,
-            groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
-            schema=schema,
-            row_bytes=max(sum(array.nbytes for array in first.values()) // block_rows(first), 1),
-            hash=hash_parts([self.call, rows, *named, hash_block(first) if self.replayable else ""]),
-            in_order=True,
-        )
+        digest = hash_block(first) if self.replayable else ""
+        return pass_index(self.describe(), schema, self._length(), first, digest, call=self.call)
 
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0

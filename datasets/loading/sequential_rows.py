@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
+from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
 
 Blocks = Generator[Arrays, None, None]
 """Blocks of consecutive rows. Closing it ends what the pass runs: threads, processes, iterators."""
@@ -157,6 +158,55 @@ class PartRows(RowAccess):
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
         """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
         return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
+
+
+def pass_index(
+    where: str, schema: Mapping[str, Field], rows: int, first: Arrays, digest: str, *, call: str = "", weight: str = ""
+) -> Index:
+    """Return the index of a source whose rows come in passes.
+
+    Args:
+        where: the source, for errors.
+        schema: its columns.
+        rows: of a pass.
+        first: the first rows.
+        digest: of the first rows, for the hash; empty where they may differ.
+        call: also for the hash.
+        weight: see `Index`.
+    """
+    named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
+    return Index(
+        rows=rows,
+        groups=(RowGroup(file=where, number=0, rows=rows, first=0),),
+        schema=schema,
+        row_bytes=max(sum(map(_size_bytes, first.values())) // block_rows(first), 1),
+        hash=hash_parts([*filter(None, [call]), rows, *named, digest]),
+        in_order=True,
+        weight=weight,
+    )
+
+
+def _size_bytes(array: npt.NDArray[Any]) -> int:
+    """Size of a column; of an object, that of its text or bytes."""
+    if array.dtype != np.dtype(object):
+        return array.nbytes
+    return sum(len(value) if isinstance(value, str | bytes) else np.asarray(value).nbytes for value in array)
+
+
+def check_pass_rows(rows: int | None, where: str) -> None:
+    """Raise DataError for `rows=` that is not a number of rows."""
+    if rows is not None and rows < 1:
+        raise DataError(f"rows={rows} is not a length of a pass", where=where, remedy="give 1 or more")
+
+
+def refuse_pass_rows(rows: int | None, where: str) -> None:
+    """Raise DataError for `rows=` of a data set that is not read in passes."""
+    if rows is not None:
+        raise DataError(
+            "rows= is for what is read in passes, and this data set has rows by number",
+            where=where,
+            remedy="leave it out, and use epoch_samples= of the job for shorter epochs",
+        )
 
 
 def takes_epoch(make: Callable[..., Any], *others: str) -> bool:

@@ -366,7 +366,7 @@ def test_two_data_sets_of_one_name_need_the_actors_of_both_and_one_task() -> Non
 
 
 def test_what_cannot_be_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match="rows= is for what is executed"):
+    with pytest.raises(DataError, match="rows= is for what is read in passes"):
         from_ray(ray.data.range(9).materialize(), rows=3)
     with pytest.raises(DataError, match="'direct' reads in the workers, and a Ray Dataset is executed by Ray Data"):
         delivery_of(from_ray(ray.data.range(9)), "direct")
