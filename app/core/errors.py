@@ -188,11 +188,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
 
 
-def user_traceback(error: Exception) -> str:
-    """Return the traceback of user code, without our own frame, which called it."""
+def user_traceback(error: Exception, own: int = 1) -> str:
+    """Return the traceback of user code, without our own frames, which called it."""
     trace = error.__traceback__
-    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
-    return "".join(traceback.format_exception(type(error), error, own))
+    for _ in range(own):
+        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 @contextmanager
@@ -204,7 +205,7 @@ def user_code(what: str, remedy: str, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         text = f"{what} raised {type(error).__name__}: {error}"
-        raise UserCodeError(text, where=where, remedy=remedy, detail=user_traceback(error)) from None
+        raise UserCodeError(text, where=where, remedy=remedy, detail=user_traceback(error, own=2)) from None
 
 
 # --- Findings of a diagnosis ------------------------------------------------------------------------------------------

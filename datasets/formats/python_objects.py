@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from trainwright.core import random_state
 from trainwright.core.data import fold_seed
-from trainwright.core.errors import DataError, UserCodeError, user_traceback
+from trainwright.core.errors import DataError, user_code
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
@@ -163,11 +163,13 @@ class SampleAccess:
     def _sample(self, row: int) -> Any:
         if self._many is not None:
             return self._samples([row])[0]
-        return self._called(partial(self.dataset.__getitem__, row), f"row {row}")
+        with self._user_code(f"row {row}"):
+            return self.dataset[row]
 
     def _samples(self, rows: Sequence[int]) -> list[Any]:
         where = f"rows {rows[0]} to {rows[-1]}"
-        samples = list(self._called(partial(self._many, list(rows)), where))
+        with self._user_code(where):
+            samples = list(self._many(list(rows)))
         if len(samples) != len(rows):
             raise DataError(
                 f"__getitems__ gave {len(samples)} samples for {len(rows)} rows",
@@ -176,17 +178,9 @@ class SampleAccess:
             )
         return samples
 
-    def _called(self, ask: Callable[[], Any], where: str) -> Any:
+    def _user_code(self, where: str) -> AbstractContextManager[None]:
         kind = type(self.dataset).__name__
-        try:
-            return ask()
-        except Exception as error:
-            raise UserCodeError(
-                f"the data set {kind} raised {type(error).__name__}: {error}",
-                where=where,
-                remedy=f"correct {kind}, or the row that it was asked for",
-                detail=user_traceback(error),
-            ) from None
+        return user_code(f"the data set {kind}", f"correct {kind}, or the row that it was asked for", where)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -357,8 +351,8 @@ LOCKED_S = 0.02  # after which a step can take the generators
 class _RowRandomness:
     """Asks for rows, with the global generators seeded for each; `drawn` says whether a row drew from them so far."""
 
-    def __init__(self, seed: int = 0, epoch: int = 0) -> None:
-        self.seed, self.epoch = seed, epoch
+    def __init__(self) -> None:
+        self.seed = self.epoch = 0
         self.drawn = False
 
     def ask(

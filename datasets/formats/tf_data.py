@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.core.data import FeedAssignment
-from trainwright.core.errors import DataError, UserCodeError
+from trainwright.core.errors import DataError, user_code
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
@@ -164,12 +164,8 @@ class _PipelineSource(SequentialSource):
             return _part_of(rows, part, place)
 
         named = {_SHARD: shard} if self.sharded else {}
-        try:
+        with user_code("the function given to from_tf", "correct the function", self.describe()):
             pipeline = self.make(epoch, **named) if self._takes_epoch else self.make(**named)
-        except Exception as error:
-            raise UserCodeError(
-                f"the function given to from_tf raised {type(error).__name__}: {error}", where=self.describe()
-            ) from error
         if not (hasattr(pipeline, "element_spec") and hasattr(pipeline, "cardinality")):
             raise DataError(
                 f"the function returned a {type(pipeline).__name__}",

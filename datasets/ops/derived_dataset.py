@@ -36,7 +36,7 @@ from trainwright.datasets.data_source import (
     stack_rows,
 )
 from trainwright.datasets.metadata_cache import current_context, first_pass, run_cached
-from trainwright.datasets.ops.row_transforms import Counters, call_user_function
+from trainwright.datasets.ops.row_transforms import Counters, call_user_function, require_same_columns
 
 if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset
@@ -224,7 +224,7 @@ class Filter:
         """The rows that are kept."""
         keep = np.zeros(len(samples), dtype=np.bool_)
         for row, sample in enumerate(samples.tolist()):
-            keep[row] = call_user_function(self.function, f"sample {sample}", _row(columns, row), bool)
+            keep[row] = call_user_function(self.function, f"sample {sample}", _row(columns, row), finish=bool)
         return _kept(columns, keep)
 
 
@@ -261,7 +261,8 @@ class FlatMap:
         for row, sample in enumerate(samples.tolist()):
             where = f"sample {sample}"
             made.extend(call_user_function(self.function, where, _row(columns, row), finish=list))
-        _require_same_columns(made)
+        for item in made:
+            require_same_columns(item, made[0], "flat_map gave")
         if not made:
             return {}
         return {name: stack_rows([item[name] for item in made], f"{name!r} from flat_map") for name in made[0]}
@@ -328,15 +329,6 @@ def _row(columns: Arrays, row: int) -> dict[str, Any]:
 
 def _kept(columns: Arrays, keep: npt.NDArray[np.bool_]) -> Arrays:
     return {name: column[keep] for name, column in columns.items()}
-
-
-def _require_same_columns(made: list[Mapping[str, Any]]) -> None:
-    for item in made:
-        if not isinstance(item, Mapping) or item.keys() != made[0].keys():
-            given = f"columns {sorted(item)}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
-            raise DataError(
-                f"flat_map gave {given} for a row", remedy="yield dicts with the same columns for every row"
-            )
 
 
 def _document(value: Any) -> npt.NDArray[Any]:

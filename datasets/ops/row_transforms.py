@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import copy_objects, fold_seed
-from trainwright.core.errors import DataError, TrainwrightError, UserCodeError, user_traceback
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError, user_code, user_traceback
 from trainwright.datasets.data_source import Arrays, Rows, object_array, stack_rows
 
 RowFunction = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
@@ -93,36 +93,24 @@ def apply(
 
 
 def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: Counters, number: int) -> Arrays:
-    stage = (number,) if number else ()
+    stage, name = (number,) if number else (), function_name(function)
     results: list[Mapping[str, Any]] = []
     for row, sample in enumerate(samples.tolist()):
-        key = fold_seed(counters.seed, counters.epoch, sample, *stage)
+        key, where = fold_seed(counters.seed, counters.epoch, sample, *stage), f"sample {sample}"
         generator = np.random.Generator(np.random.Philox(key=key))
-        try:
-            result = function({name: column[row] for name, column in columns.items()}, generator)
-        except TrainwrightError as error:
-            error.where = error.where or f"sample {sample}"
-            raise
-        except Exception as error:
-            raise _transform_error(function, error, f"sample {sample}") from None
-        results.append(_row(function, result, results[0] if results else None, sample))
+        given = {column: array[row] for column, array in columns.items()}
+        results.append(call_user_function(function, where, given, generator))
+        require_same_columns(results[-1], results[0], f"the transform {name} returned", where)
     if not results:
         return columns
-    return {
-        name: stack_rows([row[name] for row in results], f"{name!r} from {function_name(function)}")
-        for name in results[0]
-    }
+    return {column: stack_rows([row[column] for row in results], f"{column!r} from {name}") for column in results[0]}
 
 
-def _row(function: RowFunction, result: Any, first: Mapping[str, Any] | None, sample: int) -> Mapping[str, Any]:
-    if not isinstance(result, Mapping) or (first is not None and result.keys() != first.keys()):
-        given = f"columns {sorted(result)}" if isinstance(result, Mapping) else f"a {type(result).__name__}"
-        raise DataError(
-            f"the transform {function_name(function)} returned {given}",
-            where=f"sample {sample}",
-            remedy="return a dict with the same columns for every row",
-        )
-    return result
+def require_same_columns(row: Any, first: Any, said: str, where: str = "") -> None:
+    """Raise DataError for what is not a dict of the columns that the first row has."""
+    if not isinstance(row, Mapping) or row.keys() != first.keys():
+        given = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise DataError(f"{said} {given}", where=where, remedy="make a dict with the same columns for every row")
 
 
 def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Arrays:
@@ -157,25 +145,21 @@ def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.N
 
 
 def call_user_function(
-    function: Callable[[Any], Any], where: str, given: Any, finish: Callable[[Any], Any] = lambda answer: answer
+    function: Callable[..., Any], where: str, *given: Any, finish: Callable[[Any], Any] = lambda answer: answer
 ) -> Any:
-    """Return finish(function(given)). An exception becomes a UserCodeError; a TrainwrightError stays as it is."""
+    """Return finish(function(*given)). An exception becomes a UserCodeError; a TrainwrightError gets the place."""
     try:
-        return finish(function(given))
-    except TrainwrightError:
+        return finish(function(*given))
+    except TrainwrightError as error:
+        error.where = error.where or where
         raise
     except Exception as error:
-        raise _transform_error(function, error, where) from None
-
-
-def _transform_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
-    remedy = "correct the function, or the row it was given: dataset.read(index, [row]) shows it"
-    return _user_code_error(f"the transform {function_name(function)}", error, where, remedy)
-
-
-def _user_code_error(what: str, error: Exception, where: str, remedy: str) -> UserCodeError:
-    what = f"{what} raised {type(error).__name__}: {error}"
-    return UserCodeError(what, where=where, remedy=remedy, detail=user_traceback(error))
+        raise UserCodeError(
+            f"the transform {function_name(function)} raised {type(error).__name__}: {error}",
+            where=where,
+            remedy="correct the function, or the row it was given: dataset.read(index, [row]) shows it",
+            detail=user_traceback(error),
+        ) from None
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -262,9 +246,12 @@ class StatefulFunction:
 
         Raises UserCodeError where its constructor raises.
         """
+        what = f"the constructor of the transform {self.func.__qualname__}"
+        remedy = "correct it, or what it is given; what it opens must be where the transform runs"
         with _LOCK:
             if self.key not in _OBJECTS:
-                _OBJECTS[self.key] = self._made()
+                with user_code(what, remedy, "map_batches"):
+                    _OBJECTS[self.key] = self.func(*self.args, **self.keywords)
             return _OBJECTS[self.key]
 
     def close(self) -> None:
@@ -273,16 +260,6 @@ class StatefulFunction:
             made = _OBJECTS.pop(self.key, None)
         if hasattr(made, "close"):
             made.close()
-
-    def _made(self) -> Any:
-        try:
-            return self.func(*self.args, **self.keywords)
-        except TrainwrightError:
-            raise
-        except Exception as error:
-            remedy = "correct it, or what it is given; what it opens must be where the transform runs"
-            what = f"the constructor of the transform {self.func.__qualname__}"
-            raise _user_code_error(what, error, "map_batches", remedy) from None
 
 
 # --- Text to tokens ---------------------------------------------------------------------------------------------------
