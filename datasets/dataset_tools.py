@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup, Rows, schema_of
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, Rows, schema_of
 from trainwright.datasets.dataset import Dataset, delivery_of
-from trainwright.datasets.formats.file_system import absolute_path, glob_base, resolve_file_system
+from trainwright.datasets.formats.file_system import absolute_path, filter_files, list_files, resolve_file_system
 from trainwright.datasets.formats.parquet import ParquetSource
 from trainwright.datasets.formats.parquet_writer import SHARD_BYTES, WrittenShards, write_shards
 from trainwright.datasets.ops.row_transforms import Counters
@@ -106,7 +105,8 @@ def inspect(
     index = dataset.index()
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
     problems: list[str] = []
-    picked = [] if index.in_order else list(_sampled_groups(index.groups))
+    stride = max(-(-index.rows // _COUNTED_ROWS), 1)  # of the row groups that classes are counted over
+    picked = [] if index.in_order else list(range(0, len(index.groups), stride))
     shuffled = shuffled and not index.in_order and index.rows <= _SHUFFLED_ROWS
     rows = np.array([group.rows for group in index.groups])
     columns, samples = _samples(dataset, index, sample_rows, problems)
@@ -130,13 +130,6 @@ def inspect(
 
 def _spread(numbers: Any) -> _Distribution:
     return _Distribution(least=float(numbers.min()), median=float(np.median(numbers)), most=float(numbers.max()))
-
-
-def _sampled_groups(groups: tuple[RowGroup, ...]) -> Iterator[int]:
-    """Row groups to count classes over: all, or some that are spread over the data."""
-    rows = groups[-1].first + groups[-1].rows
-    stride = max(-(-rows // _COUNTED_ROWS), 1)
-    yield from range(0, len(groups), stride)
 
 
 def _samples(
@@ -324,39 +317,27 @@ _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _PIECE_ROWS = 4096  # transformed at a time
 
 
-def _format_of(names: Iterable[str], where: str) -> str:
-    """The format of files, by their suffixes; names that begin with `_` or `.` do not count.
+def detect_format(path: str) -> str:
+    """The format of a file, a folder or a glob, by suffixes; names that begin with `_` or `.` do not count.
 
     Raises DataError where no suffix is known, or where files of several formats lie together.
     """
-    found = Counter(_format(name) for name in names if not PurePosixPath(name).name.startswith(("_", ".")))
-    known = {name: count for name, count in found.items() if name}
-    if len(known) == 1:
-        return next(iter(known))
-    choices = f"name one with --format: {', '.join(_FORMATS)}"
-    if known:
-        words = ", ".join(f"{count} {name}" for name, count in sorted(known.items()))
-        raise DataError(f"files of several formats lie here: {words}", where=where, remedy=f"name a glob, or {choices}")
-    suffixes = ", ".join(suffix for group in _FORMATS.values() for suffix in group)
-    raise DataError("the format is not known by the suffix", where=where, remedy=f"use {suffixes}, or {choices}")
-
-
-def detect_format(path: str) -> str:
-    """The format of a file, a folder or a glob. Raises DataError."""
     text = absolute_path(path)
     if _format(text):
         return _format(text)
     system, root = resolve_file_system(text)
-    if glob_base(root) != root:
-        return _format_of([text], path)
     root = root.rstrip("/")
-    found = system.get_file_info(root)
-    if found.type == pafs.FileType.NotFound:
-        raise DataError("there is nothing at this path", where=path, remedy="check the path, or fetch the data first")
-    if found.type == pafs.FileType.File:
-        return _format_of([root], path)
-    listed = system.get_file_info(pafs.FileSelector(root, recursive=True))
-    return _format_of([info.path for info in listed if info.type == pafs.FileType.File], path)
+    _, _, listed = list_files(system, root, path)
+    names = (_format(info.path) for info in filter_files(listed, root, ("",)))
+    found = Counter(name for name in names if name)
+    if len(found) == 1:
+        return next(iter(found))
+    choices = f"name one with --format: {', '.join(_FORMATS)}"
+    if found:
+        words = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+        raise DataError(f"files of several formats lie here: {words}", where=path, remedy=f"name a glob, or {choices}")
+    suffixes = ", ".join(suffix for group in _FORMATS.values() for suffix in group)
+    raise DataError("the format is not known by the suffix", where=path, remedy=f"use {suffixes}, or {choices}")
 
 
 def open_dataset(path: str, kind: str | None = None) -> Dataset:

@@ -317,7 +317,7 @@ def find_files(
     Raises:
         DataError: nothing is there, or the store cannot be listed.
     """
-    base, found, listed = _list_files(system, path, shown)
+    base, found, listed = list_files(system, path, shown)
     if found.type == pafs.FileType.File and base == path:
         return [found]
     files = filter_files(listed, path, suffixes)
@@ -355,7 +355,8 @@ def filter_files(listed: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str
     return sorted(files, key=lambda info: str(info.path))
 
 
-def _list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, pafs.FileInfo, list[pafs.FileInfo]]:
+def list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, pafs.FileInfo, list[pafs.FileInfo]]:
+    """Return a path up to its first wildcard, what is there, and the entries in it. Raises DataError for nothing."""
     base = glob_base(path)
     try:
         found = retry_transient(lambda: system.get_file_info(base), shown)
