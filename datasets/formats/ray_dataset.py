@@ -46,7 +46,7 @@ from trainwright.datasets.formats.parquet_writer import is_complete, write_shard
 from trainwright.datasets.formats.python_objects import hash_values
 from trainwright.datasets.loading.sequential_rows import check_pass_rows, pass_index, refuse_pass_rows
 from trainwright.datasets.ray_data.block_stream import (
-    ExecutedBlock,
+    Block,
     ExecutedBlocks,
     StreamRows,
     StreamSpec,
@@ -188,7 +188,7 @@ class _StreamSource(SequentialSource):
         """What a process executes, for as many passes; the blocks that are kept go with it."""
         return self._spec(index, passes, _COUNTED.pop(self, []))
 
-    def _spec(self, index: Index, passes: int, counted: Sequence[ExecutedBlock]) -> StreamSpec:
+    def _spec(self, index: Index, passes: int, counted: Sequence[Block]) -> StreamSpec:
         return StreamSpec(
             make=dumps(self.make),
             rows=index.rows,
@@ -225,7 +225,7 @@ class _StreamSource(SequentialSource):
         most_bytes = min(_COUNTED_BYTES, _COUNTED_SHARE * resources.get("object_store_memory", math.inf))
         first: Arrays = {}
         rows = size_bytes = 0
-        kept, blocks = list[ExecutedBlock](), execute(dataset, self.describe())
+        kept, blocks = list[Block](), execute(dataset, self.describe())
         with contextlib.closing(blocks):
             for block in blocks:
                 first = first or first_rows(ray.get(block.reference), self.describe())
@@ -243,7 +243,7 @@ class _StreamSource(SequentialSource):
         return first, known or rows
 
 
-_COUNTED: WeakKeyDictionary[_StreamSource, list[ExecutedBlock]] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[_StreamSource, list[Block]] = WeakKeyDictionary()
 
 
 def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None, replayable: bool = True) -> Dataset:
@@ -295,7 +295,7 @@ def _portable(make: Any) -> Any:
 
 def _stored_blocks(dataset: Any) -> _RaySource:
     """Look at each block of a materialised data set, where it lies."""
-    references = [reference for _, _, reference in execute(dataset, "from_ray")]
+    references = [block.reference for block in execute(dataset, "from_ray")]
     look = ray.remote(num_cpus=0)(_block_info)
     try:
         blocks = ray.get([look.remote(reference, number) for number, reference in enumerate(references)])
@@ -307,8 +307,8 @@ def _stored_blocks(dataset: Any) -> _RaySource:
 
 
 def _batches(dataset: Any) -> Iterator[Arrays]:
-    for number, (_, _, reference) in enumerate(execute(dataset, "from_ray")):
-        table = block_table(ray.get(reference))
+    for number, block in enumerate(execute(dataset, "from_ray")):
+        table = block_table(ray.get(block.reference))
         yield block_arrays(table, table.column_names, f"{_FILE} {number}")
 
 

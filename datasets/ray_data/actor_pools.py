@@ -22,9 +22,9 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
+from trainwright.core.errors import HangError, ResourceError, TrainwrightError, UserCodeError
 from trainwright.datasets.ops.row_transforms import BatchMap, StatefulFunction, function_name
-from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, open_stage, run_stage
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, as_our_error, open_stage, run_stage
 from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
 from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart, piece_summary
 
@@ -182,7 +182,7 @@ class TransformPool:
                     finally:
                         self._open -= 1
             except Exception as error:  # the task's result is never read
-                self._fail(_as_our_error(error, f"the actors of the transform {self.name} failed"))
+                self._fail(as_our_error(error, f"the actors of the transform {self.name}"))
             self._actors.remove(actor)
             ray.kill(actor)
 
@@ -332,12 +332,6 @@ def _lost_actor_error(name: str, how: str, when: str, detail: str) -> UserCodeEr
         remedy=remedies[how],
         detail=detail,
     )
-
-
-def _as_our_error(error: Exception, what: str) -> TrainwrightError:
-    if isinstance(error, TrainwrightError):
-        return error
-    return DataError(what, remedy="see the error above", detail=f"{type(error).__name__}: {error}")
 
 
 async def _suppress_ray_error(closing: Any) -> None:

@@ -13,11 +13,10 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +35,7 @@ from trainwright.datasets.data_source import (
     select_columns,
 )
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
-from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get
+from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get, as_our_error
 from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, WAITING, fetch_from_actor
 
 _Result = TypeVar("_Result")
@@ -49,21 +48,13 @@ _CLOSE_S = 10.0
 _SAMPLED_ROWS = 64  # rows that are compared
 
 
-class ExecutedBlock(NamedTuple):
-    """A block as an execution gives it."""
-
-    rows: int
-    size_bytes: int
-    reference: Any  # to the Arrow or pandas block in the object store
-
-
 class Block(NamedTuple):
-    """A block of a stream."""
+    """A block of a Ray Dataset."""
 
-    first: int  # number of its first row, over all passes
     rows: int
     size_bytes: int
     reference: Any  # to the Arrow or pandas block in the object store
+    first: int = 0  # of a stream, number of its first row, over all passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +67,7 @@ class StreamSpec:
     exact: bool  # whether a pass must end after that many rows; otherwise later rows are left out
     first: str  # digest of the first rows of the first pass, which each execution must have; empty for any
     name: str
-    counted: tuple[ExecutedBlock, ...] = ()  # those of a pass that was executed before the run, where they are kept
+    counted: tuple[Block, ...] = ()  # those of a pass that was executed before the run, where they are kept
     counted_passes: int = 1  # which take these blocks
 
     def blocks(self, epoch: int, free: Mapping[str, float] | None = None) -> Iterator[Block]:
@@ -89,21 +80,21 @@ class StreamSpec:
             UserCodeError, DataError: a function of the user or a source failed, or the pass has another length.
         """
         first, begin = 0, epoch * self.rows
-        counted: Iterable[ExecutedBlock] = self.counted if epoch < self.counted_passes else ()
+        counted: Iterable[Block] = self.counted if epoch < self.counted_passes else ()
         found = counted or execute(open_dataset(loads(self.make), epoch, self.name), self.name, free)
         digest = "" if counted or epoch else self.first
-        for rows, size_bytes, reference in found:
-            if digest and not first and hash_values([first_rows(ray.get(reference), self.name)]) != digest:
+        for block in found:
+            if digest and not first and hash_values([first_rows(ray.get(block.reference), self.name)]) != digest:
                 raise DataError(
                     f"the data set gives other rows among its first {_SAMPLED_ROWS} each time it is executed",
                     where=self.name,
                     remedy="seed its shuffle and what else is random (a function of the epoch may give each another "
                     "one), or pass replayable=False: then a recovered run may count some rows twice and others never",
                 )
-            if first + rows > self.rows and self.exact:
+            if first + block.rows > self.rows and self.exact:
                 raise self._length_error(f"gives more than {self.rows} rows", epoch)
-            rows = min(rows, self.rows - first)
-            yield Block(begin + first, rows, size_bytes, reference)
+            rows = min(block.rows, self.rows - first)
+            yield block._replace(first=begin + first, rows=rows)
             first += rows
             if first == self.rows and not self.exact:
                 return
@@ -134,15 +125,15 @@ def is_ray_dataset(value: Any) -> bool:
     return hasattr(value, "iter_internal_ref_bundles")
 
 
-def execute(dataset: Any, where: str, free: Mapping[str, float] | None = None) -> Generator[ExecutedBlock, None, None]:
-    """Execute a Ray Dataset in order; give rows, bytes and reference of each block that is not empty."""
+def execute(dataset: Any, where: str, free: Mapping[str, float] | None = None) -> Generator[Block, None, None]:
+    """Execute a Ray Dataset in order; give each block that is not empty."""
     try:
         with _settings(dataset, free):
             for bundle in dataset.iter_internal_ref_bundles():
                 for reference, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
                     rows = metadata.num_rows if metadata.num_rows is not None else len(block_table(ray.get(reference)))
                     if rows:
-                        yield ExecutedBlock(rows, metadata.size_bytes or 0, reference)
+                        yield Block(rows, metadata.size_bytes or 0, reference)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, TrainwrightError):
@@ -349,17 +340,7 @@ class _Window:
                     if not call(self._arrived(run, block, at_once)):
                         return
         except Exception as raised:
-            call(self._failed(run, self._as_our_error(raised)))
-
-    def _as_our_error(self, error: Exception) -> TrainwrightError:
-        if isinstance(error, TrainwrightError):
-            return error
-        return DataError(
-            f"the Ray Dataset failed: {type(error).__name__}: {error}",
-            where=self._spec.name,
-            remedy="see the error above",
-            detail="".join(traceback.format_exception(error)),
-        )
+            call(self._failed(run, as_our_error(raised, "the Ray Dataset", self._spec.name)))
 
     async def _arrived(self, run: int, block: Block, at_once: bool) -> bool:
         """Keep a block once there is room, or at once where it lies in the object store anyway.
@@ -402,13 +383,6 @@ def _overlaps(block: Block, low: int, high: int) -> bool:
 # --- Readers ----------------------------------------------------------------------------------------------------------
 
 
-class _BlockSource(Protocol):
-    """Gives the blocks of a stream."""
-
-    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
-        """Call a function with the blocks that hold the rows from `low` up to `high` of one pass. Has a deadline."""
-
-
 class ExecutedBlocks:
     """Executes a streamed data set in this process. An earlier row starts its pass again."""
 
@@ -443,8 +417,7 @@ class _DeliveredBlocks:
         self._actor, self._source, self._deadline_s = actor, source, deadline_s
 
     def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
-        """Call a function with the blocks, again where blocks are lost. Raises what the execution raised."""
-
+        """As `ExecutedBlocks.use`, again where blocks are lost. Raises what the execution raised."""
         run = -1
 
         def attempt(lost: bool) -> _Result:
@@ -467,7 +440,12 @@ class StreamRows:
     """
 
     def __init__(
-        self, source: _BlockSource, index: Index, columns: Sequence[str], name: str, known: Arrays | None = None
+        self,
+        source: ExecutedBlocks | _DeliveredBlocks,
+        index: Index,
+        columns: Sequence[str],
+        name: str,
+        known: Arrays | None = None,
     ) -> None:
         self._source, self._index, self._name = source, index, name
         self._schema = {column: index.schema[column] for column in columns}

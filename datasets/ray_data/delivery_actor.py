@@ -11,7 +11,6 @@ import itertools
 import math
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -296,11 +295,7 @@ class DatasetDelivery:
                 "Ray Data ended before all data was delivered", remedy="run again with -v and look at its log"
             )
         except Exception as raised:  # of Ray Data: the consumers raise it
-            error = DataError(
-                f"the Ray Data pipeline failed: {type(raised).__name__}",
-                remedy="see the error above",
-                detail=traceback.format_exc(),
-            )
+            error = delivery_pipeline.as_our_error(raised, "the Ray Data pipeline")
         loop.call_soon_threadsafe(self._ended, window, error)
 
     def _made(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
@@ -325,12 +320,8 @@ class DatasetDelivery:
             if self._window is window:
                 self._window = None
                 self._tell()
-        except TrainwrightError as error:
-            self._failed(window, error)
         except Exception as raised:
-            what = f"the actors of {self._recipe.dataset!r} failed: {type(raised).__name__}"
-            detail = "".join(traceback.format_exception(raised))
-            self._failed(window, DataError(what, remedy="see the error above", detail=detail))
+            self._failed(window, delivery_pipeline.as_our_error(raised, f"the actors of {self._recipe.dataset!r}"))
 
     def _arrived(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
         self._piece_bytes = max(self._piece_bytes, piece.size_bytes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,7 +33,7 @@ from ray.data._internal.execution.backpressure_policy.resource_budget_backpressu
 )
 from ray.data.block import BlockMetadata
 
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import DataError, TrainwrightError
 from trainwright.core.pickling import loads
 from trainwright.datasets.data_source import Arrays, Index, RowAccess, select_columns
 from trainwright.datasets.dataset import Dataset
@@ -222,6 +223,14 @@ def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
     if isinstance(function, StatefulFunction):
         function.open()
     return function
+
+
+def as_our_error(error: Exception, what: str, where: str = "") -> TrainwrightError:
+    """Return an error of ours as it is; of another one, that `what` failed with it."""
+    if isinstance(error, TrainwrightError):
+        return error
+    text, detail = f"{what} failed: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    return DataError(text, where=where, remedy="see the error above", detail=detail)
 
 
 @lru_cache(maxsize=4)

@@ -218,7 +218,7 @@ def test_little_is_kept_ahead_and_behind(monkeypatch: pytest.MonkeyPatch, ray_cl
     monkeypatch.setattr(block_stream, "_AHEAD_BYTES", 20_000)
     monkeypatch.setattr(block_stream, "_BEHIND_BYTES", 20_000)
     spec = block_stream.StreamSpec(make=b"", rows=4000, passes=1, exact=True, first="", name="made")
-    blocks = [block_stream.Block(first, 100, 8_000, None) for first in range(0, 4000, 100)]
+    blocks = [block_stream.Block(100, 8_000, None, first) for first in range(0, 4000, 100)]
     taken: list[int] = []
 
     def given(self: Any, epoch: int, free: Any = None) -> Iterator[block_stream.Block]:
@@ -247,7 +247,7 @@ def test_lost_blocks_are_told_by_each_consumer_and_made_again_once(monkeypatch: 
 
     def given(self: Any, epoch: int, free: Any = None) -> Iterator[block_stream.Block]:
         begun.append(epoch)
-        yield from (block_stream.Block(epoch * 400 + first, 100, 8, None) for first in range(0, 400, 100))
+        yield from (block_stream.Block(100, 8, None, epoch * 400 + first) for first in range(0, 400, 100))
 
     monkeypatch.setattr(block_stream.StreamSpec, "blocks", given)
     spec = block_stream.StreamSpec(make=b"", rows=400, passes=3, exact=True, first="", name="made")
