@@ -9,9 +9,9 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -23,28 +23,26 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 UNPACKED_BYTES = 256 << 20
 
 
-class RandomAccessFile(Protocol):
-    """A file whose bytes can be read from anywhere."""
+class RandomAccessFile:
+    """A file whose bytes can be read from anywhere. Raises DataError where it cannot be opened.
 
-    file: str  # its path
-    size_bytes: int  # of its content, unpacked
+    Args:
+        file: its path.
+        opener: opens it as a pyarrow.NativeFile.
 
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes start..stop, all of them. Raises DataError."""
+    Attributes:
+        size_bytes: of its content.
+    """
 
-
-class _StoredFile:
-    """A file as it lies in its file system."""
-
-    def __init__(self, system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> None:
-        self.file, self._system = file, system
+    def __init__(self, file: str, opener: Callable[[], Any]) -> None:
+        self.file, self._opener = file, opener
         self._handle: Any = None
         self.size_bytes: int = self._retried(lambda: self._opened().size())
-        if size_bytes not in (None, self.size_bytes):
-            raise changed_error(f"it has {self.size_bytes} bytes and had {size_bytes} when it was indexed", file)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes start..stop, all of them. Raises DataError."""
+        if stop > self.size_bytes:
+            raise changed_error(f"it has {self.size_bytes} bytes and had {stop} or more", self.file)
         content: bytes = self._retried(lambda: self._opened().read_at(stop - start, start)) if stop > start else b""
         if len(content) != stop - start:
             how = f"it ends at byte {start + len(content)} and had {self.size_bytes} bytes before"
@@ -59,10 +57,10 @@ class _StoredFile:
 
     def _opened(self) -> Any:
         if self._handle is None:
-            self._handle = self._system.open_input_file(self.file)
+            self._handle = self._opener()
         return self._handle
 
-    def _retried(self, read: Any) -> Any:
+    def _retried(self, read: Callable[[], Any]) -> Any:
         def attempt() -> Any:
             try:
                 return read()
@@ -80,19 +78,6 @@ class _StoredFile:
             ) from error
 
 
-class MemoryFile:
-    """Content in memory under the name of its file."""
-
-    def __init__(self, file: str, content: bytes) -> None:
-        self.file, self.size_bytes, self._content = file, len(content), content
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes start..stop, all of them. Raises DataError."""
-        if stop > self.size_bytes:
-            raise changed_error(f"unpacked, it has {self.size_bytes} bytes and had {stop} or more", self.file)
-        return self._content[start:stop]
-
-
 def compression_codec(file: str) -> str | None:
     """Return the codec that a file's suffix stands for; None for none."""
     return next((codec for suffix, codec in COMPRESSIONS.items() if file.lower().endswith(suffix)), None)
@@ -101,15 +86,16 @@ def compression_codec(file: str) -> str | None:
 @contextmanager
 def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> Iterator[RandomAccessFile]:
     """Open a file; a compressed one is unpacked in memory, up to UNPACKED_BYTES. DataError if its size has changed."""
-    stored = _StoredFile(system, file, size_bytes)
-    codec = compression_codec(file)
+    stored, codec = RandomAccessFile(file, lambda: system.open_input_file(file)), compression_codec(file)
     try:
-        yield stored if codec is None else MemoryFile(file, _unpacked(stored, codec))
+        if size_bytes not in (None, stored.size_bytes):
+            raise changed_error(f"it has {stored.size_bytes} bytes and had {size_bytes} when it was indexed", file)
+        yield stored if codec is None else RandomAccessFile(file, partial(pa.BufferReader, _unpacked(stored, codec)))
     finally:
         stored.close()
 
 
-def _unpacked(stored: _StoredFile, codec: str) -> bytes:
+def _unpacked(stored: RandomAccessFile, codec: str) -> bytes:
     packed = stored.read(0, stored.size_bytes)
     if not packed:
         return b""

@@ -8,19 +8,24 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets.formats import scanned_files
-from trainwright.datasets.formats.file_system import MemoryFile
+from trainwright.datasets.formats.file_system import RandomAccessFile
 from trainwright.datasets.formats.scanned_files import group_boundaries, line_ends, whole_records
 from trainwright.datasets.formats.text_formats import csv_record_ends
 
 QUOTED = st.text(alphabet='ab",;\n\r é', max_size=8).map(lambda text: '"' + text.replace('"', '""') + '"')
 PLAIN = st.text(alphabet='ab" é', max_size=8).filter(lambda text: not text.startswith('"'))
 RECORDS = st.lists(st.lists(QUOTED | PLAIN, min_size=1, max_size=4), min_size=1, max_size=12)
+
+
+def in_memory(file: str, content: bytes) -> RandomAccessFile:
+    return RandomAccessFile(file, lambda: pa.BufferReader(content))
 
 
 def lines(records: list[list[str]], delimiter: str, end: str) -> list[bytes]:
@@ -80,7 +85,7 @@ def test_groups_do_not_depend_on_how_the_file_was_read(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scanned_files, "CHUNK_BYTES", chunk_bytes)
             patch.setattr(scanned_files.group_boundaries, "__defaults__", (rows, size_bytes))
-            return list(whole_records(MemoryFile("f", content), 0, csv_record_ends))
+            return list(whole_records(in_memory("f", content), 0, csv_record_ends))
 
     found = pieces(chunk)
     assert found == pieces(1 << 20)
@@ -107,6 +112,6 @@ def test_a_record_without_an_end_is_named(
 ) -> None:
     monkeypatch.setattr(scanned_files, "CHUNK_BYTES", 16)
     with pytest.raises(DataError, match=message) as caught:
-        list(whole_records(MemoryFile("x.csv", content), 0, csv_record_ends, limit))
+        list(whole_records(in_memory("x.csv", content), 0, csv_record_ends, limit))
     assert caught.value.where == f"x.csv, row {row}"
     assert "quotation mark" in caught.value.remedy
