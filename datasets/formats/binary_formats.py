@@ -44,7 +44,7 @@ from trainwright.datasets.formats.scanned_files import (
     whole_records,
 )
 
-_MAGIC, _FEATHER_1 = b"ARROW1\0\0", b"FEA1"
+_MAGIC, _FEATHER_1 = b"ARROW1\0\0", b"FEA1"  # a file is a stream between a magic word and a footer
 _PADDING_BYTES = 64  # that a writer may leave after the last message
 
 
@@ -87,7 +87,7 @@ class _ArrowFormat(FileFormat):
             included_fields=[schema.get_field_index(name) for name in traits], use_threads=False
         )
         try:
-            with pa.ipc.open_stream(pa.py_buffer(_stream_of(head) + body), options=options) as reader:
+            with pa.ipc.open_stream(pa.py_buffer(head.removeprefix(_MAGIC) + body), options=options) as reader:
                 table = reader.read_all()
             table.validate(full=True)
         except (OSError, pa.ArrowException) as error:
@@ -154,14 +154,9 @@ def _record_batches(data: RandomAccessFile, start: int, first: int) -> list[Reco
 
 def _schema(head: bytes, file: str) -> pa.Schema:
     try:
-        return pa.ipc.read_schema(pa.py_buffer(_stream_of(head)))
+        return pa.ipc.read_schema(pa.py_buffer(head.removeprefix(_MAGIC)))
     except (OSError, pa.ArrowException) as error:
         raise _damaged_file_error(f"its schema cannot be read: {error}", file) from error
-
-
-def _stream_of(head: bytes) -> bytes:
-    """Return a stream: a file is one between a magic word and a footer."""
-    return head.removeprefix(_MAGIC)
 
 
 def _damaged_file_error(how: str, where: str) -> DataError:
@@ -309,7 +304,9 @@ class _TFRecordFormat(FileFormat):
             values = getattr(feature, kind_field)
             length = len(values.value)
             if trait.length not in (None, length) or (not length and _trait(feature) != (trait.kind, 0)):
-                raise _changed_feature_error(feature, trait, place.at(row, name))
+                found = _trait(feature) or trait
+                how = f"{found.length} values of {found.kind} where all rows had {trait}"
+                raise changed_error(how, place.at(row, name))
             lists.append(values)
         if field.dtype != np.dtype(object):
             return _numbers(lists, trait.kind, trait.length or 0).reshape(-1, *field.shape)
@@ -381,11 +378,6 @@ def _damaged_record_error(place: GroupLocation, row: int, start: int) -> DataErr
         where=place.at(row),
         remedy="write the file again, or leave it out",
     )
-
-
-def _changed_feature_error(feature: Any, trait: _FeatureTrait, where: str) -> DataError:
-    kind, length = _trait(feature) or trait
-    return changed_error(f"{length} values of {kind} where all rows had {trait}", where)
 
 
 def tfrecord(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, field_of
+from trainwright.datasets.data_source import Arrays, Field, field_of, unique_names
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import RandomAccessFile, changed_error
 from trainwright.datasets.formats.scanned_files import (
@@ -117,10 +116,7 @@ class _CsvFormat(FileFormat):
         except UnicodeDecodeError as error:
             raise DataError(f"the header is not UTF-8: {error}", where=where, remedy="write it as UTF-8") from error
         names = next(row for row in standard_csv.reader(lines, delimiter=self._delimiter(place.file)) if row)
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise DataError(f"column {twice[0]!r} comes twice", where=where, remedy="give every column its own name")
-        return names
+        return unique_names(names, where)
 
     def _parse(self, names: list[str], body: bytes, types: Mapping[str, Any] | None, place: GroupLocation) -> pa.Table:
         """Return records as a table: the columns of `types`, or all columns with inferred types."""

@@ -54,6 +54,7 @@ from trainwright.datasets.loading.sequential_rows import (
     PartRows,
     RowPart,
     SequentialRows,
+    block_rows,
     check_pass_rows,
     pass_index,
     refuse_pass_rows,
@@ -316,7 +317,7 @@ class _IterableSource(SequentialSource):
         found: list[_Values] = []
         with closing(_Pass(self, 0, 0).chunks()) as chunks:
             for number, (first, chunk) in enumerate(chunks):
-                rows = range(_count(chunk))
+                rows = range(block_rows(chunk))
                 found += [{name: values[row : row + 1] for name, values in chunk.items()} for row in rows]
                 if number and first + len(rows) >= SAMPLED_ROWS:
                     break
@@ -387,7 +388,7 @@ class _Pass:
         with closing(self.chunks(place)) as chunks:
             for first, chunk in chunks:
                 names = select_columns(chunk, schema, self._where)
-                rows = range(first, first + _count(chunk))
+                rows = range(first, first + block_rows(chunk))
                 yield {name: to_column(name, chunk[name], schema[name], self._where, rows) for name in names}
 
     def chunks(self, place: int = 0) -> Generator[tuple[int, _Values], None, None]:
@@ -398,9 +399,9 @@ class _Pass:
                 where = f"{self._where}, row {self._part.row(at)}"
                 if self._batched:
                     chunk = _rows_of_batch(element, columns, where)
-                    low, at = max(place - at, 0), at + _count(chunk)
+                    low, at = max(place - at, 0), at + block_rows(chunk)
                     if at > place:
-                        yield max(place, at - _count(chunk)), {name: values[low:] for name, values in chunk.items()}
+                        yield max(place, at - block_rows(chunk)), {name: values[low:] for name, values in chunk.items()}
                     continue
                 held += [sample_arrays(element, columns, where)] if at >= place else []
                 at += 1
@@ -543,10 +544,6 @@ def _rows_of_batch(batch: Any, columns: Sequence[str] | None, where: str) -> _Va
 def _columns_of(rows: Sequence[Mapping[str, Any]], where: str) -> _Values:
     require_same_names(rows, where)
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _count(values: _Values) -> int:
-    return len(next(iter(values.values())))
 
 
 class _PassRandomness:

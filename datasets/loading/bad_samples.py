@@ -121,7 +121,12 @@ class SkippingReader:
         if self._row is None:
             self._row = self._elsewhere(read, int(samples[0]))
         if self._row is None:
-            raise self._none_left(samples)
+            first = self._skipped[int(samples[0])]
+            raise DataError(
+                f"none of {len(samples)} samples in a row can be read: {first.error}",
+                where=first.where,
+                remedy="correct the file; a few samples can be skipped, not whole batches",
+            )
         return self._row
 
     def _elsewhere(self, read: _Read, first: int) -> Arrays | None:
@@ -140,28 +145,16 @@ class SkippingReader:
         self._skipped[sample] = skipped
         self._record(skipped)
         if len(self._skipped) > self._limit:
-            raise _skip_limit_error(self._limit, error, self._remedy)
-
-    def _none_left(self, samples: Rows) -> DataError:
-        first = self._skipped[int(samples[0])]
-        return DataError(
-            f"none of {len(samples)} samples in a row can be read: {first.error}",
-            where=first.where,
-            remedy="correct the file; a few samples can be skipped, not whole batches",
-        )
+            raise _TooManyBadSamples(
+                f"more than {self._limit} samples cannot be read, which is the limit; the last: {error.what}",
+                where=error.where,
+                remedy=self._remedy,
+                detail=error.detail,
+            )
 
 
 class _TooManyBadSamples(DataError):
     """The limit of samples that may be skipped was passed."""
-
-
-def _skip_limit_error(limit: int, last: TrainwrightError, remedy: str) -> _TooManyBadSamples:
-    return _TooManyBadSamples(
-        f"more than {limit} samples cannot be read, which is the limit; the last: {last.what}",
-        where=last.where,
-        remedy=remedy,
-        detail=last.detail,
-    )
 
 
 def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:

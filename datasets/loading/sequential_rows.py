@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,6 @@ def takes_epoch(make: Callable[..., Any], *others: str) -> bool:
     return bool(required) or any(each.name == "epoch" for each in parameters)
 
 
-def block_rows(block: Arrays) -> int:
+def block_rows(block: Mapping[str, Sized]) -> int:
     """Rows of a block."""
     return len(next(iter(block.values())))

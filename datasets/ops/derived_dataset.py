@@ -106,7 +106,7 @@ class DerivedSource(Source):
         """Count what comes of each row group, or return the counts that the run keeps for the same code."""
 
         def count() -> list[_GroupCount]:
-            return first_pass(_CountTask(source=self, base=base), range(len(base.groups)))
+            return first_pass(_Deriver(source=self, base=base).count, range(len(base.groups)))
 
         fingerprint = current_context().fingerprint
         if fingerprint is None:
@@ -116,24 +116,35 @@ class DerivedSource(Source):
     def open(self, index: Index) -> Loader:
         """A loader for one process."""
         assert index.base is not None, "an index of derived rows keeps that of the rows they come from"
-        return _DerivedLoader(_Deriver(self, index.base), index, self.describe())
+        return _DerivedLoader(_Deriver(source=self, base=index.base), index, self.describe())
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Deriver:
-    """Loads row groups of the base and derives them."""
+    """Loads row groups of the base and derives them. Picklable: another process opens the files for itself."""
 
-    def __init__(self, source: DerivedSource, base: Index) -> None:
-        self._source, self._base = source, base
-        self._names = source.base.source_columns(base, None)
-        self._loader = source.base.source.open(base)
+    source: DerivedSource
+    base: Index
 
     def derived(self, number: int) -> Arrays:
         """Return the rows made of row group `number` of the base."""
-        group = self._base.groups[number]
+        group, data = self.base.groups[number], self.source.base
         samples = np.arange(group.first, group.first + group.rows, dtype=np.int64)
-        loaded = {name: array.copy() for name, array in copy_objects(self._loader.load(number, self._names)).items()}
-        columns = self._source.base.transform(loaded, samples, Counters(), None)
-        return self._source.derivation.derive(columns, samples)
+        found = copy_objects(self._loader.load(number, data.source_columns(self.base, None)))
+        columns = data.transform({name: array.copy() for name, array in found.items()}, samples, Counters(), None)
+        return self.source.derivation.derive(columns, samples)
+
+    def count(self, number: int) -> _GroupCount:
+        """Look at the rows made of row group `number`."""
+        arrays = self.derived(number)
+        return _GroupCount(_rows(arrays), schema_of(arrays), sum(array.nbytes for array in arrays.values()))
+
+    @cached_property
+    def _loader(self) -> Loader:
+        return self.source.base.source.open(self.base)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "base": self.base}
 
 
 class _GroupCount(NamedTuple):
@@ -164,34 +175,15 @@ def _unpacked(stored: Any) -> list[_GroupCount]:
     return [_GroupCount(int(rows), schemas[schema], int(size_bytes)) for rows, schema, size_bytes in stored[1]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CountTask:
-    """The first pass over single row groups of the base, in any process."""
-
-    source: DerivedSource
-    base: Index
-
-    def __call__(self, number: int) -> _GroupCount:
-        arrays = self._deriving.derived(number)
-        return _GroupCount(_rows(arrays), schema_of(arrays), sum(array.nbytes for array in arrays.values()))
-
-    @cached_property
-    def _deriving(self) -> _Deriver:
-        return _Deriver(self.source, self.base)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "base": self.base}  # another process opens the files for itself
-
-
 class _DerivedLoader(Loader):
     """Gives derived row groups, as many rows as were counted."""
 
-    def __init__(self, deriving: _Deriver, index: Index, where: str) -> None:
-        self._deriving, self._index, self._where = deriving, index, where
+    def __init__(self, deriver: _Deriver, index: Index, where: str) -> None:
+        self._deriver, self._index, self._where = deriver, index, where
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         group = self._index.groups[number]
-        arrays = self._deriving.derived(group.number)
+        arrays = self._deriver.derived(group.number)
         if _rows(arrays) != group.rows:
             raise DataError(
                 f"row group {group.number} gave {_rows(arrays)} rows now and {group.rows} when the run began",
