@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,10 @@ def write_shards(
     """
     require_empty_target(out)
     with _staged(out) as (system, folder):
-        shards = _Shards(system, folder, rows, rows_per_group, shard_bytes)
-        with shards:
-            for batch in batches:
-                shards.add(batch)
-        if not shards.rows:
+        tables = _row_groups(batches, rows_per_group)
+        written = replace(_write_files(tables, system, folder, rows, shard_bytes), folder=out)
+        if not written.rows:
             raise DataError("there is no row to write", where=out, remedy="give a source with rows")
-        written = shards.written(out)
         with system.open_output_stream(f"{folder}/{_SUCCESS_FILE}") as file:
             file.write(json.dumps(asdict(written)).encode())
     return written
@@ -120,92 +117,43 @@ def is_complete(out: str) -> bool:
     return bool(system.get_file_info(f"{root}/{_SUCCESS_FILE}").type == pafs.FileType.File)
 
 
-class _Shards:
-    """Cuts what is added into row groups and files. A context manager: it closes the last file."""
+def _row_groups(batches: Iterable[Arrays], group: int | None) -> Iterator[pa.Table]:
+    """Cut batches into tables of `group` rows, or of about 12 MiB where that is None. The last one is shorter."""
+    schema: pa.Schema | None = None
+    waiting: list[pa.Table] = []
+    for batch in batches:
+        table = _to_table(batch, schema)
+        schema = table.schema
+        waiting.append(table)
+        rows, size_bytes = (sum(getattr(each, name) for each in waiting) for name in ("num_rows", "nbytes"))
+        if group is None and size_bytes >= _GROUP_BYTES:
+            group = group_rows(size_bytes / rows)
+        if group is not None and rows >= group:
+            whole, stop = pa.concat_tables(waiting), rows - rows % group
+            yield from (whole.slice(start, group) for start in range(0, stop, group))
+            waiting = [whole.slice(stop)] if stop < rows else []
+    if any(table.num_rows for table in waiting):
+        yield pa.concat_tables(waiting)
 
-    def __init__(
-        self, system: pafs.FileSystem, folder: str, total: int | None, group: int | None, shard_bytes: int
-    ) -> None:
-        self._system, self._folder = system, folder
-        self._total, self._group, self._shard_bytes = total, group, shard_bytes
-        self._schema: pa.Schema | None = None
-        self._waiting: list[pa.Table] = []
-        self._shard = 0  # rows of a file, once the first row group is written
-        self._writer: pq.ParquetWriter | None = None
-        self._sink: Any = None
-        self._in_file = self._files = self._groups = self._size = 0
-        self.rows = 0
 
-    def __enter__(self) -> _Shards:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._flush(all_rows=True)
-        finally:
-            self._close()
-
-    def add(self, batch: Arrays) -> None:
-        """Take rows; whole row groups are written."""
-        table = _to_table(batch, self._schema)
-        self._schema = table.schema
-        self._waiting.append(table)
-        if self._group is None and sum(piece.nbytes for piece in self._waiting) >= _GROUP_BYTES:
-            self._group = group_rows(self._nbytes() / self._rows())
-        if self._group is not None and self._rows() >= self._group:
-            self._flush(all_rows=False)
-
-    def written(self, folder: str) -> WrittenShards:
-        """What was written so far."""
-        return WrittenShards(
-            folder=folder, rows=self.rows, files=self._files, groups=self._groups, size_bytes=self._size
-        )
-
-    def _flush(self, all_rows: bool) -> None:
-        """Write the row groups that are whole; with `all_rows`, the rest too."""
-        if not self._rows():
-            return
-        group = self._group or self._rows()
-        table = pa.concat_tables(self._waiting)
-        start = 0
-        while table.num_rows - start >= group or (all_rows and start < table.num_rows):
-            self._write(table.slice(start, group), group)
-            start += group
-        rest = table.slice(start)
-        self._waiting = [rest] if rest.num_rows else []
-
-    def _write(self, table: pa.Table, group: int) -> None:
-        if self._writer is None:
-            self._open(table.schema)
-        assert self._writer is not None
-        self._writer.write_table(table, row_group_size=table.num_rows)
-        self._groups += 1
-        self.rows += table.num_rows
-        self._in_file += table.num_rows
-        if not self._shard:
-            stored = self._sink.tell() / table.num_rows
-            self._shard = shard_rows(group, stored, self._shard_bytes, self._total)
-        if self._in_file >= self._shard:
-            self._close()
-
-    def _open(self, schema: pa.Schema) -> None:
-        self._sink = self._system.open_output_stream(f"{self._folder}/part-{self._files:05d}.parquet")
-        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd")
-        self._files += 1
-
-    def _close(self) -> None:
-        writer, sink, self._writer, self._sink, self._in_file = self._writer, self._sink, None, None, 0
-        if writer is not None:
-            writer.close()
-            self._size += sink.tell()
-            sink.close()
-
-    def _rows(self) -> int:
-        return sum(table.num_rows for table in self._waiting)
-
-    def _nbytes(self) -> int:
-        return sum(table.nbytes for table in self._waiting)
+def _write_files(
+    tables: Iterator[pa.Table], system: pafs.FileSystem, folder: str, total: int | None, shard_bytes: int
+) -> WrittenShards:
+    """Write each table as a row group; a file ends once it is large enough."""
+    rows = files = groups = size_bytes = shard = 0
+    for first in tables:
+        table: pa.Table | None = first
+        in_file = 0
+        with system.open_output_stream(f"{folder}/part-{files:05d}.parquet") as sink:
+            with pq.ParquetWriter(sink, first.schema, compression="zstd") as writer:
+                while table is not None:
+                    writer.write_table(table, row_group_size=table.num_rows)
+                    groups, in_file = groups + 1, in_file + table.num_rows
+                    shard = shard or shard_rows(table.num_rows, sink.tell() / table.num_rows, shard_bytes, total)
+                    table = next(tables, None) if in_file < shard else None
+            size_bytes += sink.tell()
+        rows, files = rows + in_file, files + 1
+    return WrittenShards(folder=folder, rows=rows, files=files, groups=groups, size_bytes=size_bytes)
 
 
 @contextmanager
