@@ -253,7 +253,6 @@ class RayDataFeeder:
         self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float, delivery: str = ""
     ) -> None:
         self._fetchers: dict[str, Any] = {}
-        self._streams: Any = None
         self.rows: dict[str, Any] = {}  # by data set, the reader of its streamed rows
         self._steps = self._counted = 0
         self._step_s = self._wait_s = 0.0
@@ -280,8 +279,7 @@ class RayDataFeeder:
 
             sources = [(data, index, make_schedule(index, **order).passes) for data, index, order in streamed.values()]
             least_s, free = job.recovery.hang_deadline_s or 0.0, {"CPU": cpus, "GPU": float(gpus)}
-            self._streams, rows = start_streams(sources, job.columns, free, least_s)
-            self.rows = dict(zip(streamed, rows, strict=True))
+            self.rows = dict(zip(streamed, start_streams(sources, job.columns, free, least_s), strict=True))
 
     @property
     def train(self) -> Fetcher | None:
@@ -333,12 +331,10 @@ class RayDataFeeder:
 
     def close(self) -> None:
         """End the delivery with all that it started. Safe to call twice."""
-        for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
-            fetcher.close()
-        self._fetchers.clear()
-        if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+        for readers in (self._fetchers, self.rows):
+            for reader in list(readers.values())[:1]:  # all belong to one delivery
+                reader.close()
+        self._fetchers, self.rows = {}, {}
 
 
 def _bottleneck_text(stages: Any) -> str:

@@ -44,11 +44,16 @@ from trainwright.datasets.data_source import (
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import hash_values
-from trainwright.datasets.loading.sequential_rows import check_pass_rows, pass_index, refuse_pass_rows
+from trainwright.datasets.loading.sequential_rows import (
+    Blocks,
+    SequentialRows,
+    block_rows,
+    check_pass_rows,
+    pass_index,
+    refuse_pass_rows,
+)
 from trainwright.datasets.ray_data.block_stream import (
     Block,
-    ExecutedBlocks,
-    StreamRows,
     StreamSpec,
     block_arrays,
     block_table,
@@ -59,6 +64,7 @@ from trainwright.datasets.ray_data.block_stream import (
     known_rows,
     open_dataset,
     resource_needs,
+    stream_arrays,
     whole_dataset,
 )
 
@@ -184,11 +190,9 @@ class _StreamSource(SequentialSource):
         window = min(rows, max(_WINDOW_BYTES // index.row_bytes, 1))
         return replace(index, traits={_FIRST: digest, **few}, window=window)
 
-    def spec(self, index: Index, passes: int) -> StreamSpec:
-        """What a process executes, for as many passes; the blocks that are kept go with it."""
-        return self._spec(index, passes, _COUNTED.pop(self, []))
-
-    def _spec(self, index: Index, passes: int, counted: Sequence[Block]) -> StreamSpec:
+    def spec(self, index: Index, passes: int, *, keep: bool = False) -> StreamSpec:
+        """What a process executes, for as many passes; blocks from before the run go with it, or are kept here too."""
+        counted = (_COUNTED.get if keep else _COUNTED.pop)(self, [])
         return StreamSpec(
             make=dumps(self.make),
             rows=index.rows,
@@ -208,10 +212,20 @@ class _StreamSource(SequentialSource):
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
         """A reader that executes the data set in this process."""
-        known = {name: rows for name, rows in index.traits.items() if name != _FIRST}
-        return StreamRows(
-            ExecutedBlocks(self._spec(index, 1, _COUNTED.get(self, []))), index, columns, self.describe(), known
-        )
+        spec = self.spec(index, 1, keep=True)
+
+        def open_pass(epoch: int, place: int) -> Blocks:
+            if not epoch and not place:  # the first rows are known
+                known = {name: index.traits[name] for name in columns}
+                place = block_rows(known)
+                yield known
+            for block in spec.blocks(epoch):
+                low = max(place - block.first % index.rows, 0)
+                if low < block.rows:
+                    arrays = stream_arrays(block, ray.get(block.reference), index, columns, self.describe())
+                    yield {name: array[low : block.rows] for name, array in arrays.items()}
+
+        return SequentialRows(open_pass, index, columns, where=self.describe(), aligned=index.window)
 
     def _look(self, dataset: Any, known: int | None, *, to_end: bool) -> tuple[Arrays, int]:
         """Return the first rows of a Ray Dataset, and how many it has.

@@ -62,6 +62,7 @@ class SequentialRows(RowAccess):
         part: the rows that the blocks have.
         what: names the source in errors.
         exact: whether a pass must end after the last row of the index; otherwise its further rows are left out.
+        aligned: a pass starts at a multiple of so many places, for rows that are not asked for in their order.
         remedy: what to do where a pass has fewer or more rows.
     """
 
@@ -75,11 +76,12 @@ class SequentialRows(RowAccess):
         part: RowPart = ALL_ROWS,
         what: str = "the pipeline",
         exact: bool = False,
+        aligned: int = 1,
         remedy: str = "give it as many rows in each epoch, or pass the number as rows=",
     ) -> None:
         self.part = part
         self._open, self._rows, self._where, self._what = open_pass, index.rows, where, what
-        self._exact, self._remedy = exact, remedy
+        self._exact, self._aligned, self._remedy = exact, aligned, remedy
         self._fields = {name: index.schema[name] for name in columns}
         self._lock = threading.Lock()
         self._epoch = -1
@@ -94,21 +96,19 @@ class SequentialRows(RowAccess):
             DataError: the pass ended before a row, or goes on after the last row of the index. Also what the blocks
                 raise.
         """
-        if not len(rows):
-            return {name: np.empty((0, *field.shape), field.dtype) for name, field in self._fields.items()}
         places = self.part.places(rows)
+        if not len(rows) or not self._fields:
+            return take_rows([], places, self._fields)
         low, high = int(places.min()), int(places.max()) + 1
         with self._lock:
             if self._blocks is None or epoch != self._epoch or low < self._first:
-                self._begin(epoch, low)
+                self._begin(epoch, low - low % self._aligned)
             while self._next < high:
                 self._read(low)
             if self._exact and self.part.row(self._next) >= self._rows:
                 self._check_end()
-            return {
-                name: np.concatenate([block[name] for block in self._kept])[places - self._first]
-                for name in self._fields
-            }
+            firsts = self._first + np.cumsum([0, *map(block_rows, self._kept[:-1])])
+            return take_rows([*zip(firsts.tolist(), self._kept, strict=True)], places, self._fields)
 
     def _begin(self, epoch: int, place: int) -> None:
         blocks, self._blocks, self._kept = self._blocks, None, []
@@ -207,6 +207,17 @@ def refuse_pass_rows(rows: int | None, where: str) -> None:
             where=where,
             remedy="leave it out, and use epoch_samples= of the job for shorter epochs",
         )
+
+
+def take_rows(blocks: Sequence[tuple[int, Arrays]], places: Rows, fields: Mapping[str, Field]) -> Arrays:
+    """Return rows of blocks, each given with the place of its first row, in order: fresh arrays (places, *shape)."""
+    found = {name: np.empty((len(places), *field.shape), field.dtype) for name, field in fields.items()}
+    which = np.searchsorted([first for first, _ in blocks], places, "right") - 1
+    for number in np.unique(which).tolist() if found else ():
+        chosen, (first, block) = which == number, blocks[number]
+        for name, array in found.items():
+            array[chosen] = block[name][places[chosen] - first]
+    return found
 
 
 def takes_epoch(make: Callable[..., Any], *others: str) -> bool:

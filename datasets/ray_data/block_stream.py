@@ -14,11 +14,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
@@ -35,10 +34,9 @@ from trainwright.datasets.data_source import (
     select_columns,
 )
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
+from trainwright.datasets.loading.sequential_rows import take_rows
 from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get, as_our_error
 from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, WAITING, fetch_from_actor
-
-_Result = TypeVar("_Result")
 
 # Of blocks after the furthest row that was asked for, and of blocks before it: bytes, at most and at least, and the
 # part of the object store between these. Slower ranks ask for rows of the shuffle window of the quickest one.
@@ -269,7 +267,7 @@ class _Window:
                     continue
                 self._want(low, high)
                 if self._next >= high:
-                    found = tuple(block for block in self._kept if _overlaps(block, low, high))
+                    found = tuple(each for each in self._kept if each.first < high and each.first + each.rows > low)
                     return _StreamReply(run=self._run, blocks=found)
                 if self._error is not None:
                     self.stop()
@@ -376,82 +374,28 @@ class _Window:
         self._news = asyncio.Event()
 
 
-def _overlaps(block: Block, low: int, high: int) -> bool:
-    return block.first < high and block.first + block.rows > low
-
-
 # --- Readers ----------------------------------------------------------------------------------------------------------
 
 
-class ExecutedBlocks:
-    """Executes a streamed data set in this process. An earlier row starts its pass again."""
-
-    def __init__(self, spec: StreamSpec) -> None:
-        self._spec = spec
-        self._stream: Iterator[Block] = iter(())
-        self._kept: list[Block] = []
-        self._epoch, self._begin, self._next = -1, 0, 0
-
-    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
-        """Call a function with the blocks that hold the rows from `low` up to `high` of one pass."""
-        epoch = low // self._spec.rows
-        if epoch != self._epoch or low < self._begin:
-            self._stream, self._kept = self._spec.blocks(epoch), []
-            self._begin = self._next = epoch * self._spec.rows
-        self._epoch = -1  # unless all goes well, the next call starts the pass again
-        while self._next < high:
-            block = next(self._stream)
-            self._next = block.first + block.rows
-            if self._next > low:
-                self._kept.append(block)
-        self._epoch = epoch
-        self._kept = [block for block in self._kept if block.first + block.rows > low]
-        self._begin = self._kept[0].first if self._kept else self._next
-        return function([block for block in self._kept if _overlaps(block, low, high)])
-
-
-class _DeliveredBlocks:
-    """Gets blocks from the actor. Picklable."""
-
-    def __init__(self, actor: Any, source: int, deadline_s: float) -> None:
-        self._actor, self._source, self._deadline_s = actor, source, deadline_s
-
-    def use(self, low: int, high: int, function: Callable[[Sequence[Block]], _Result]) -> _Result:
-        """As `ExecutedBlocks.use`, again where blocks are lost. Raises what the execution raised."""
-        run = -1
-
-        def attempt(lost: bool) -> _Result:
-            nonlocal run
-            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
-            reply: _StreamReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
-            if reply.error is not None:
-                raise reply.error
-            run = reply.run
-            return function(reply.blocks)
-
-        return fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")
-
-
 class StreamRows:
-    """Rows of a stream by their number in a pass. For any thread; picklable.
+    """Rows of a stream by their number in a pass, from the actor. For any thread; picklable.
 
     Args:
-        known: columns of the first rows of the first pass, which need no block.
+        actor: a `_StreamActor`.
+        source: number of the stream there.
+        index: of the data set.
+        columns: to return.
+        name: of the data set, for errors.
+        deadline_s: to wait for rows.
     """
 
     def __init__(
-        self,
-        source: ExecutedBlocks | _DeliveredBlocks,
-        index: Index,
-        columns: Sequence[str],
-        name: str,
-        known: Arrays | None = None,
+        self, actor: Any, source: int, index: Index, columns: Sequence[str], name: str, deadline_s: float
     ) -> None:
-        self._source, self._index, self._name = source, index, name
+        self._actor, self._source, self._deadline_s = actor, source, deadline_s
+        self._index, self._name = index, name
         self._schema = {column: index.schema[column] for column in columns}
         self._kept: dict[int, tuple[int, Arrays]] = {}  # by the first row of a block, the row after its last
-        if known:
-            self._kept[0] = len(next(iter(known.values()))), known
         self._lock = threading.Lock()
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
@@ -461,26 +405,34 @@ class StreamRows:
             UserCodeError, DataError: as the data set or its functions raised it.
             HangError: nothing came within the deadline.
         """
-        found = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._schema.items()}
-        if not len(rows) or not found:
-            return found
         places = rows + epoch * self._index.rows
         with self._lock:
-            self._load(int(places.min()), int(places.max()) + 1)
-            firsts = np.array(sorted(self._kept), dtype=np.int64)
-            which = np.searchsorted(firsts, places, "right") - 1
-            for turn in np.unique(which):
-                chosen, first = which == turn, int(firsts[turn])
-                _, arrays = self._kept[first]
-                for name, array in found.items():
-                    array[chosen] = arrays[name][places[chosen] - first]
-        return found
+            if len(rows) and self._schema:
+                self._load(int(places.min()), int(places.max()) + 1)
+            return take_rows([(first, self._kept[first][1]) for first in sorted(self._kept)], places, self._schema)
+
+    def close(self) -> None:
+        """End the actor with its executions, for all data sets and readers."""
+        with contextlib.suppress(RayError):  # it is killed all the same
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
+        ray.kill(self._actor)
 
     def _load(self, low: int, high: int) -> None:
-        """Keep the blocks that hold these rows, and no others."""
+        """Keep the blocks that hold these rows, and no others; get them again where they are lost."""
         kept = {first: block for first, block in self._kept.items() if first < high and block[0] > low}
+        run = -1
+
+        def attempt(lost: bool) -> dict[int, tuple[int, Arrays]]:
+            nonlocal run
+            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
+            reply: _StreamReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+            if reply.error is not None:
+                raise reply.error
+            run = reply.run
+            return self._arrays(reply.blocks, kept)
+
         if not _is_whole(kept, low, high):
-            kept = self._source.use(low, high, lambda blocks: self._arrays(blocks, kept))
+            kept = fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")
         self._kept = kept
 
     def _arrays(self, blocks: Sequence[Block], kept: Mapping[int, tuple[int, Arrays]]) -> dict[int, tuple[int, Arrays]]:
@@ -488,18 +440,23 @@ class StreamRows:
         new = [block for block in blocks if found[block.first][0] != block.first + block.rows]
         contents = ray.get([block.reference for block in new], timeout=DEADLINE_S)
         for block, content in zip(new, contents, strict=True):
-            found[block.first] = block.first + block.rows, self._decoded(block, content)
+            arrays = stream_arrays(block, content, self._index, self._schema, self._name)
+            found[block.first] = block.first + block.rows, arrays
         return found
 
-    def _decoded(self, block: Block, content: Any) -> Arrays:
-        epoch, first = divmod(block.first, self._index.rows)
-        where = f"{self._name}, epoch {epoch}, block of rows {first} to {first + block.rows - 1}"
-        arrays = block_arrays(content, list(self._schema), where)
-        require_same_fields(schema_of(arrays), self._schema, "the first block", where)
-        return arrays
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return StreamRows, (self._source, self._index, list(self._schema), self._name)
+        return StreamRows, (
+            self._actor, self._source, self._index, list(self._schema), self._name, self._deadline_s,
+        )  # fmt: skip
+
+
+def stream_arrays(block: Block, content: Any, index: Index, columns: Iterable[str], name: str) -> Arrays:
+    """Return the columns of a block of a stream. Raises DataError where they are not those of the index."""
+    epoch, first = divmod(block.first, index.rows)
+    where = f"{name}, epoch {epoch}, block of rows {first} to {first + block.rows - 1}"
+    arrays = block_arrays(content, list(columns), where)
+    require_same_fields(schema_of(arrays), {name: index.schema[name] for name in arrays}, "the first block", where)
+    return arrays
 
 
 def _is_whole(kept: Mapping[int, tuple[int, Arrays]], low: int, high: int) -> bool:
@@ -516,8 +473,8 @@ def start_streams(
     columns: Sequence[str] | None,
     free: Mapping[str, float],
     least_s: float = 0.0,
-) -> tuple[StreamHandle, list[StreamRows]]:
-    """Start the actor of a run's streamed data sets; return it, and the reader of each for `BatchLoader`.
+) -> list[StreamRows]:
+    """Start the actor of a run's streamed data sets; return the reader of each for `BatchLoader`.
 
     Args:
         datasets: `Dataset` of a Ray Dataset, with its index, and the passes of the run.
@@ -535,22 +492,9 @@ def start_streams(
     )
     deadline_s, readers = max(least_s, DEADLINE_S), []
     for number, (data, index, _) in enumerate(datasets):
-        blocks = _DeliveredBlocks(actor, number, deadline_s)
-        readers.append(StreamRows(blocks, index, data.source_columns(index, columns), repr(data)))
-    return StreamHandle(actor), readers
-
-
-class StreamHandle:
-    """Ends the actor."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def close(self) -> None:
-        """End the actor with its executions."""
-        with contextlib.suppress(RayError):  # it is killed all the same
-            ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
-        ray.kill(self._actor)
+        names = data.source_columns(index, columns)
+        readers.append(StreamRows(actor, number, index, names, repr(data), deadline_s))
+    return readers
 
 
 def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping[str, float]) -> None:

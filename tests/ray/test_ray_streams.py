@@ -70,7 +70,7 @@ class Delivery:
     def __init__(self, data: Dataset, index: Index, **more: Any) -> None:
         self.data, self.index = data, index
         passes = make_schedule(index, **{**OPTIONS, **more}).passes
-        self.handle, (self.rows,) = start_streams([(data, index, passes)], None, FREE)
+        (self.rows,) = start_streams([(data, index, passes)], None, FREE)
 
     def feeds(self, rank: int = 0, total: int = 1, start: int = 0, **more: Any) -> list[Feed]:
         return collect(loader(self.data, self.index, rank, total, self.rows, **more), start)
@@ -81,7 +81,7 @@ def delivery(ray_cluster: None) -> Iterator[Delivery]:
     data = from_ray(numbers()).map(lambda row, rng: {**row, "noise": rng.random()})
     made = Delivery(data, data.index())
     yield made
-    made.handle.close()
+    made.rows.close()
 
 
 def test_workers_get_the_rows_that_one_process_reads(delivery: Delivery) -> None:
@@ -114,7 +114,7 @@ def test_a_killed_actor_starts_again_and_gives_the_same_rows(delivery: Delivery)
     expected = delivery.feeds(1, 2)
     with loader(delivery.data, delivery.index, 1, 2, delivery.rows).feeds() as feeds:
         got = [next(feeds) for _ in range(3)]
-        ray.kill(delivery.rows._source._actor, no_restart=False)  # type: ignore[attr-defined]
+        ray.kill(delivery.rows._actor, no_restart=False)
         got += list(feeds)
     assert all(same(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
@@ -292,7 +292,7 @@ def test_what_goes_wrong_in_a_block_is_told(change: Any, kind: type[Exception], 
     data = from_ray(numbers().map_batches(change), rows=ROWS)
     with pytest.raises(kind, match=told) as caught, contextlib.ExitStack() as stack:
         made = Delivery(data, data.index())  # Ray Data may tell of the error before it gives the first block
-        stack.callback(made.handle.close)
+        stack.callback(made.rows.close)
         made.feeds()
     if change is broken:
         assert "in broken" in str(caught.value.detail)
@@ -306,7 +306,7 @@ def test_a_pass_of_another_length_is_told(rows: int, told: str) -> None:
     made = Delivery(data, data.index())
     with pytest.raises(DataError, match=told):
         made.feeds()
-    made.handle.close()
+    made.rows.close()
 
 
 @pytest.mark.parametrize("replayable", [True, False])
@@ -319,7 +319,7 @@ def test_other_rows_in_each_execution_are_told_or_allowed(replayable: bool) -> N
             made.feeds()
     else:
         assert len(made.feeds()) == 2 * -(-ROWS // BATCH)
-    made.handle.close()
+    made.rows.close()
 
 
 def test_a_function_of_the_epoch_and_a_pass_of_so_many_rows() -> None:
@@ -328,7 +328,7 @@ def test_a_function_of_the_epoch_and_a_pass_of_so_many_rows() -> None:
     feeds = made.feeds(shuffle=False)
     epochs: Sequence[list[int]] = [[x for feed in feeds[first : first + 10] for x in real(feed)] for first in (0, 10)]
     assert all(len(set(epoch)) == 640 for epoch in epochs) and epochs[0] != epochs[1]
-    made.handle.close()
+    made.rows.close()
 
 
 def test_nothing_comes_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,10 +336,10 @@ def test_nothing_comes_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> N
     index = from_ray(ray.data.range(100)).index()
     monkeypatch.setattr(block_stream, "_require_resources", lambda *_: None)
     made = Delivery(data, index)
-    made.rows._source._deadline_s = 3.0  # type: ignore[attr-defined]
+    made.rows._deadline_s = 3.0
     with pytest.raises(HangError, match="2 CPUs"):
         made.feeds()
-    made.handle.close()
+    made.rows.close()
 
 
 def test_it_says_what_it_needs() -> None:
@@ -361,8 +361,8 @@ def test_two_data_sets_of_one_name_need_the_actors_of_both_and_one_task() -> Non
     index = from_ray(ray.data.range(9)).index()
     with pytest.raises(ResourceError, match=r"from_ray\(Dataset\) needs 3 CPUs"):
         start_streams([(pooled, index, 1)] * 2, None, FREE)
-    handle, _ = start_streams([(from_ray(ray.data.range(9)), index, 1)] * 2, None, {"CPU": 1.0, "GPU": 0.0})
-    handle.close()
+    rows, _ = start_streams([(from_ray(ray.data.range(9)), index, 1)] * 2, None, {"CPU": 1.0, "GPU": 0.0})
+    rows.close()
 
 
 def test_what_cannot_be_a_stream_is_refused() -> None:
@@ -422,10 +422,10 @@ numbered = ray.data.range(count, override_num_blocks=60).map_batches(
     lambda batch: {**batch, "x": np.ones((len(batch["id"]), 1 << 18), np.uint8)}, batch_size=40
 )
 data = from_ray(numbered, rows=count)
-handle, (rows,) = start_streams([(data, data.index(), 1)], None, FREE)
+(rows,) = start_streams([(data, data.index(), 1)], None, FREE)
 with loader(data, data.index(), 0, 1, rows, epochs=1).feeds() as feeds:
     print(sum(sum(real(feed)) for feed in feeds) == count * (count - 1) // 2)
-handle.close()
+rows.close()
 """
 
 
@@ -459,4 +459,4 @@ def test_20_gb_go_through_2_workers_in_bounded_memory() -> None:
     assert sum(ray.get(waiting)) == count * (count - 1) // 2
     assert peak < 3 << 30, f"{peak >> 20} MiB"
     print(f"peak {peak >> 20} MiB")
-    made.handle.close()
+    made.rows.close()
