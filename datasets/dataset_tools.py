@@ -272,10 +272,10 @@ class ShuffleQuality:
     memory: float
 
 
-def shuffle_quality(order: SampleOrder, batch_size: int, *, epoch: int = 0) -> ShuffleQuality:
+def shuffle_quality(order: SampleOrder, batch_size: int) -> ShuffleQuality:
     """Measure an order over two epochs, in the memory of a few numbers a row."""
     rows = order.lanes.rows
-    first, second = (order.rows_of(number, 0, rows) for number in (epoch, epoch + 1))
+    first, second = (order.rows_of(epoch, 0, rows) for epoch in range(2))
     place, later = np.empty_like(first), np.empty_like(second)
     place[first], later[second] = np.arange(rows), np.arange(rows)
     neighbours = float(np.abs(np.diff(place)).mean()) if rows > 1 else 0.0

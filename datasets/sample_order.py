@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainwright.datasets.data_source import Arrays, Rows
 
 
-MEMORY_BYTES = 512 << 20
+MEMORY_BYTES = 512 << 20  # of decoded rows that one reader may hold
 MAX_PASSES = 1 << 20  # times that a row comes in an epoch of a sampler or a mixture, each with randomness of its own
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)
 _FEW_LANES, _MANY_LANES = 24, 120
@@ -86,7 +86,6 @@ def choose_lanes(
     *,
     groups: tuple[int, ...] = (0,),
     window: int | None = None,
-    memory_bytes: int = MEMORY_BYTES,
 ) -> Lanes:
     """Lanes for a data set, from its index alone.
 
@@ -99,18 +98,17 @@ def choose_lanes(
         row_bytes: decoded size of a row.
         groups: first row of each row group.
         window: rows that are permuted together; by default a row group, or what memory allows.
-        memory_bytes: what one reader may hold.
     """
     row_bytes = max(row_bytes, 1)
-    fits = rows * row_bytes <= memory_bytes
+    fits = rows * row_bytes <= MEMORY_BYTES
     wanted = len(groups) if len(groups) >= _FEW_LANES else _MANY_LANES if fits else _FEW_LANES
     if fits:
         count = _composite(min(wanted, rows // _LANE_ROWS))
         return Lanes(rows=rows, count=count, window=window or -(-rows // count), groups=groups)
     if window is None:
         largest = max(stop - start for start, stop in pairwise([*groups, rows]))
-        window = min(max(largest, _WINDOW_ROWS[0]), _WINDOW_ROWS[1], max(memory_bytes // (_FEW_LANES * row_bytes), 1))
-    room = min(memory_bytes // (window * row_bytes), _SORTED_ROWS // window, rows // _LANE_ROWS)
+        window = min(max(largest, _WINDOW_ROWS[0]), _WINDOW_ROWS[1], max(MEMORY_BYTES // (_FEW_LANES * row_bytes), 1))
+    room = min(MEMORY_BYTES // (window * row_bytes), _SORTED_ROWS // window, rows // _LANE_ROWS)
     return Lanes(rows=rows, count=_composite(min(room, wanted)), window=window, groups=groups)
 
 
@@ -372,7 +370,8 @@ class StepSchedule:
         start, stop = self._place(steps.start), self._place(steps[-1]) + self.size(steps[-1])
         number, end = start // self.rows, (start // self.rows + 1) * self.rows
         starts = start + np.arange(len(steps) + 1, dtype=np.int64) * self.batch_size
-        parts = [(number, start, min(stop, end)), *((turn, turn * self.rows, stop) for turn in self._later(end, stop))]
+        later = range(end // self.rows, -(-stop // self.rows))  # passes; several where a batch holds the data twice
+        parts = [(number, start, min(stop, end)), *((turn, turn * self.rows, stop) for turn in later)]
         found = [self._part(*part, rank, total) for part in parts]
         places, samples = (np.concatenate(each) for each in zip(*found, strict=True))
         bounds = np.searchsorted(places, starts).astype(np.int64)
@@ -384,10 +383,6 @@ class StepSchedule:
             samples, places = (np.insert(into, bounds[empty], of) for into, of in ((samples, fill), (places, start)))
             bounds = bounds + np.concatenate([[0], np.cumsum(~real)])
         return RankShare(steps=steps, passes=places // self.rows, samples=samples, bounds=bounds, real=real)
-
-    def _later(self, end: int, stop: int) -> range:
-        """The passes after the first that places up to `stop` lie in; several where a batch holds the data twice."""
-        return range(end // self.rows, -(-stop // self.rows))
 
     def _part(self, number: int, start: int, stop: int, rank: int, total: int) -> tuple[Rows, Rows]:
         """A data rank's places and rows between two places, as far as they lie in one pass."""

@@ -52,9 +52,9 @@ class Fetcher(Protocol):
 class Feeds(Iterator[Feed]):
     """Feeds of consecutive steps, which a thread reads ahead. Close it, or use it in a `with`."""
 
-    def __init__(self, chunks: Iterator[list[Feed]], memory_bytes: int = _AHEAD_BYTES) -> None:
+    def __init__(self, chunks: Iterator[list[Feed]]) -> None:
         self._largest = PrefetchDepth(chunks=0, chunk_steps=0, chunk_bytes=0)
-        self._chunks = ReadAhead(chunks, name="trainwright-feeds", size_of=_size, memory_bytes=memory_bytes)
+        self._chunks = ReadAhead(chunks, name="trainwright-feeds", size_of=_size, memory_bytes=_AHEAD_BYTES)
         self._ready: Iterator[Feed] = iter(())
 
     @property
@@ -106,7 +106,6 @@ class BatchLoader:
         fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
         rows: gives the rows of the source; by default they are read here.
         row: a row of the data set, repeated in full and warm feeds where a transform is slow to open.
-        memory_bytes: decoded data that may be kept.
         salvage: skips samples that cannot be read; without it, they end the run.
 
     Attributes:
@@ -136,7 +135,6 @@ class BatchLoader:
         fetcher: Fetcher | None = None,
         rows: RowAccess | None = None,
         row: Batch | None = None,
-        memory_bytes: int = MEMORY_BYTES,
         salvage: SkippingReader | None = None,
     ) -> None:
         index = index or dataset.index()
@@ -150,7 +148,7 @@ class BatchLoader:
         largest = self.schedule.largest_share(feeding.total)
         self._accumulation = accumulation
         self._fill_rows = -(-largest // accumulation) if static_shapes else None
-        reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
+        reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, feeding)
         self._rows = TransformedRows(dataset, reader, self._columns, seed=self.schedule.order.seed, salvage=salvage)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
 
@@ -362,12 +360,11 @@ def make_reader(
     index: Index,
     columns: tuple[str, ...] | None,
     order: SampleOrder,
-    memory_bytes: int = MEMORY_BYTES,
     feeding: FeedAssignment | None = None,
 ) -> RowAccess:
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
-    fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
-    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed, feeding)
+    fits = index.rows * index.row_bytes <= MEMORY_BYTES or not index.groups[0].file
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, MEMORY_BYTES, order.seed, feeding)
 
 
 def _size(chunk: list[Feed]) -> int:

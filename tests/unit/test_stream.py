@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tests.support.streams import collect, ids, place, real, same, stream
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import parquet, table
+from trainwright.datasets import parquet, sample_order, table
+from trainwright.datasets.loading import batch_loader
 from trainwright.datasets.loading.batch_loader import BatchLoader, ReadAhead, chunk_steps, make_schedule
 from trainwright.datasets.row_reader import RowReader
 
@@ -186,13 +187,11 @@ def test_a_rank_reads_only_row_groups_of_its_lanes_and_each_once(tmp_path: Path,
 
 
 def test_memory_stays_bounded_where_the_data_does_not_fit(tmp_path: Path, monkeypatch) -> None:
-    import trainwright.datasets.loading.batch_loader as module
-    from trainwright.datasets.sample_order import choose_lanes
-
-    monkeypatch.setattr(module, "choose_lanes", lambda *a, **k: choose_lanes(*a, **{**k, "memory_bytes": 8 * 1200}))
+    for module in (batch_loader, sample_order):
+        monkeypatch.setattr(module, "MEMORY_BYTES", 8 * 1200)
     groups = Groups(tmp_path / "x.parquet", 4800, 100)
     groups.watch(monkeypatch)
-    source = stream(groups.dataset, batch_size=64, window=25, memory_bytes=8 * 1200)
+    source = stream(groups.dataset, batch_size=64, window=25)
     feeds = collect(source)
     assert sorted(sample for feed in feeds for sample in real(feed)) == list(range(4800))
     assert len(groups.loaded) <= 4800 / 25  # each window is decoded once
