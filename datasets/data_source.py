@@ -272,7 +272,7 @@ def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     rows, (_, shape) = len(flat), _tensor(flat.type)
     if isinstance(flat, pa.ExtensionArray):
         flat = flat.storage
-    _require_no_nulls(flat, where)
+    require_no_nulls(flat, where)
     while pa.types.is_fixed_size_list(flat.type):
         flat = flat.flatten()
     if pa.types.is_dictionary(flat.type):
@@ -375,7 +375,7 @@ def _tensor(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
     return kind, shape
 
 
-def _require_no_nulls(array: pa.Array, where: str) -> None:
+def require_no_nulls(array: pa.Array, where: str) -> None:
     """Refuse nulls at any depth of lists, and those that a dictionary holds."""
     if array.null_count:
         raise DataError(
@@ -384,9 +384,9 @@ def _require_no_nulls(array: pa.Array, where: str) -> None:
             remedy=NULL_REMEDY,
         )
     if any(is_list(array.type) for is_list in _LISTS):
-        _require_no_nulls(array.flatten(), where)
+        require_no_nulls(array.flatten(), where)
     elif pa.types.is_dictionary(array.type) and array.dictionary.null_count:
-        _require_no_nulls(array.dictionary_decode(), where)
+        require_no_nulls(array.dictionary_decode(), where)
 
 
 # --- Tables in memory as a source -------------------------------------------------------------------------------------
@@ -482,25 +482,17 @@ def _to_numpy(value: Any, where: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
     except ValueError as error:
-        ragged = _ragged_rows(value)
-        if ragged is not None:
-            return ragged
-        raise DataError(f"the values make no array: {error}", where=where, remedy="give every row one shape") from error
+        try:  # rows that differ in length, which `pad=` or `collate=` of a job brings to one shape
+            return object_array([np.asarray(row) for row in value])
+        except ValueError:
+            what = f"the values make no array: {error}"
+            raise DataError(what, where=where, remedy="give every row one shape") from error
     except (RuntimeError, TypeError) as error:  # of tensors that track gradients, are bfloat16 or lie on a device
         raise DataError(
             f"the values make no array: {error}",
             where=where,
             remedy="give a tensor that numpy can hold: .detach(), .cpu(), and .float() for bfloat16",
         ) from error
-
-
-def _ragged_rows(value: Any) -> npt.NDArray[Any] | None:
-    """Rows that differ in length as an array of arrays, which `pad=` or `collate=` of a job brings to one shape."""
-    try:
-        rows = [np.asarray(row) for row in value]
-    except ValueError:
-        return None
-    return object_array(rows)
 
 
 def _array_from_pandas(series: Any, where: str) -> npt.NDArray[Any]:

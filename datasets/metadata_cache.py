@@ -261,27 +261,16 @@ def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, thre
     pool = ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass")
     try:
         while len(done) < len(items):
-            started = len(done) + len(going)
-            if (
-                started < len(items)
-                and _worth_ray_tasks(time.monotonic() - begun_s, len(done), len(items))
-                and ray_connected()
-            ):
-                return [
-                    *done,
-                    *(future.result() for future in going),
-                    *run_as_ray_tasks(work, items[started:], threads),
-                ]
+            started, spent_s = len(done) + len(going), time.monotonic() - begun_s
+            long = done and spent_s > MIN_PASS_S and spent_s / len(done) * (len(items) - len(done)) > LONG_PASS_S
+            if started < len(items) and long and ray_connected():
+                done += [future.result() for future in going]
+                return done + run_as_ray_tasks(work, items[started:], threads)
             going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
             done.append(going.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)
     return done
-
-
-def _worth_ray_tasks(spent_s: float, done: int, total: int) -> bool:
-    """Whether the rest of a pass is long enough for tasks."""
-    return done > 0 and spent_s > MIN_PASS_S and spent_s / done * (total - done) > LONG_PASS_S
 
 
 def ray_connected() -> bool:

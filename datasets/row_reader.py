@@ -123,7 +123,19 @@ class RowReader:
                 self._whole = False
         if self._fits and len(self._kept) == self._slots:
             return self._take(rows)
-        return self._from_blocks(rows, np.searchsorted(self._blocks, rows, "right") - 1)
+        blocks = np.searchsorted(self._blocks, rows, "right") - 1
+        wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
+        if len(wanted) <= self._slots:
+            self._keep(wanted.tolist())
+            return self._take(rows + self._shifts[blocks])
+        result = self._empty(len(rows))
+        for first in range(0, len(wanted), self._slots):  # more blocks than can be kept at a time
+            part = wanted[first : first + self._slots]
+            self._keep(part.tolist())
+            chosen = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
+            for name, array in self._take(rows[chosen] + self._shifts[blocks[chosen]]).items():
+                result[name][chosen] = array
+        return result
 
     @property
     def varying(self) -> bool:
@@ -142,26 +154,8 @@ class RowReader:
             self._missing = _MissingRows()
         self._loader.source.begin(self._seed, epoch)
 
-    def _from_blocks(self, rows: Rows, blocks: Rows) -> Arrays:
-        wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
-        if len(wanted) <= self._slots:
-            self._keep(wanted.tolist())
-            return self._take(rows + self._shifts[blocks])
-        return self._in_parts(rows, blocks, wanted)
-
     def _take(self, places: Rows) -> Arrays:
         return {name: array.take(places, axis=0) for name, array in self._memory.items()}
-
-    def _in_parts(self, rows: Rows, blocks: Rows, wanted: Rows) -> Arrays:
-        """Rows of more blocks than can be kept at a time."""
-        result = self._empty(len(rows))
-        for first in range(0, len(wanted), self._slots):
-            part = wanted[first : first + self._slots]
-            self._keep(part.tolist())
-            chosen = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
-            for name, array in self._take(rows[chosen] + self._shifts[blocks[chosen]]).items():
-                result[name][chosen] = array
-        return result
 
     @cached_property
     def _memory(self) -> Arrays:

@@ -34,6 +34,7 @@ from trainwright.datasets.data_source import (
     even_groups,
     hash_parts,
     object_array,
+    require_no_nulls,
     select_columns,
     to_array,
 )
@@ -209,11 +210,8 @@ def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
     kind = column.type
     if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.FixedShapeTensorType):
         return to_array(column, where)
-    if column.null_count:
-        raise DataError(
-            f"{column.null_count} of {len(column)} values are null", where=where, remedy="drop or fill them"
-        )
     flat = column.combine_chunks()
+    require_no_nulls(flat, where)
     return np.asarray(flat.to_numpy(zero_copy_only=False))
 
 

@@ -288,10 +288,6 @@ class _JsonLinesFormat(FileFormat):
 
 def _json_objects(body: bytes, place: GroupLocation) -> list[dict[str, Any]]:
     """One object for each line that is not blank."""
-    return [_json_object(line, row, place) for row, line in enumerate(_json_lines(body, place))]
-
-
-def _json_lines(body: bytes, place: GroupLocation) -> Iterator[str]:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -299,7 +295,8 @@ def _json_lines(body: bytes, place: GroupLocation) -> Iterator[str]:
         raise DataError(
             f"a line is not UTF-8: {error.reason}", where=place.at(row), remedy="write the file as UTF-8"
         ) from error
-    return (line for line in text.removeprefix("\ufeff").split("\n") if line and not line.isspace())
+    lines = (line for line in text.removeprefix("\ufeff").split("\n") if line and not line.isspace())
+    return [_json_object(line, row, place) for row, line in enumerate(lines)]
 
 
 def _json_object(line: str, row: int, place: GroupLocation) -> dict[str, Any]:

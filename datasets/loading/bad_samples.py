@@ -76,11 +76,17 @@ class SkippingReader:
         return [part for piece in pieces for part in self._parts(read, piece)]
 
     def _parts(self, read: _Read, samples: Rows) -> _Parts:
-        """Read samples, in halves where that fails. Returns parts in order with their columns, None for a bad one."""
+        """Read samples, in halves where that fails or the columns are not those of the good row.
+
+        Returns parts in order with their columns, None for a bad one.
+        """
         if not len(samples):
             return []
         try:
-            return [(samples, self._alike(read(samples), samples))]
+            arrays = read(samples)
+            if self._row is not None:
+                require_same_fields(schema_of(arrays), schema_of(self._row), "the other rows", f"sample {samples[0]}")
+            return [(samples, arrays)]
         except _TooManyBadSamples:
             raise
         except (DataError, UserCodeError) as error:
@@ -89,12 +95,6 @@ class SkippingReader:
                 return [(samples, None)]
         middle = len(samples) // 2
         return self._parts(read, samples[:middle]) + self._parts(read, samples[middle:])
-
-    def _alike(self, arrays: Arrays, samples: Rows) -> Arrays:
-        """Return the columns. Raises DataError where they differ from those of the good row."""
-        if self._row is not None:
-            require_same_fields(schema_of(arrays), schema_of(self._row), "the other rows", f"sample {samples[0]}")
-        return arrays
 
     def _settled(self, read: _Read, found: _Parts) -> _Parts:
         """Choose the good row by the columns of most rows, and read the parts with other columns again."""

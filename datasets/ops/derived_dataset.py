@@ -300,19 +300,14 @@ class Pack:
         tokens = np.zeros(rows * self.length, dtype)
         mask = np.zeros(rows * self.length, np.float32)
         segment, position = (np.zeros(rows * self.length, np.int32) for _ in range(2))
-        for start, document in zip(starts, documents, strict=True):
-            self._lay(start, document, tokens, mask, segment, position)
+        for start, stop, document in zip(starts, ends, documents, strict=True):
+            tokens[start:stop], mask[start:stop] = document, 1.0
+            for low in range(start - start % self.length, stop, self.length):
+                piece = slice(max(low, start), min(low + self.length, stop))
+                segment[piece] = segment[low : piece.start].max(initial=0) + 1
+                position[piece] = np.arange(piece.stop - piece.start)
         flat = {self.column: tokens, "mask": mask, "segment": segment, "position": position}
         return {name: array.reshape(rows, self.length) for name, array in flat.items()}
-
-    def _lay(self, start: int, document: npt.NDArray[Any], *arrays: npt.NDArray[Any]) -> None:
-        tokens, mask, segment, position = arrays
-        stop = start + len(document)
-        tokens[start:stop], mask[start:stop] = document, 1.0
-        for low in range(start - start % self.length, stop, self.length):
-            piece = slice(max(low, start), min(low + self.length, stop))
-            segment[piece] = segment[low : piece.start].max(initial=0) + 1
-            position[piece] = np.arange(piece.stop - piece.start)
 
 
 def _row(columns: Arrays, row: int) -> dict[str, Any]:
