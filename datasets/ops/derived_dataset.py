@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,17 +42,6 @@ if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset
 
 
-class Derivation(Protocol):
-    """How the rows of one row group become others. One that calls a function of the user's has it as `function`."""
-
-    @property
-    def word(self) -> str:
-        """Name of the method that made it."""
-
-    def derive(self, columns: Arrays, samples: Rows) -> Arrays:
-        """Return the derived rows, in order; a function of its arguments alone."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DerivedSource(Source):
     """Rows made of another data set's, transforms included, row group by row group."""
@@ -67,8 +56,8 @@ class DerivedSource(Source):
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All functions of the user's that the rows go through."""
-        own = getattr(self.derivation, "function", None)
-        return self.base.functions if own is None else (*self.base.functions, own)
+        own = () if isinstance(self.derivation, Pack) else (self.derivation.function,)
+        return (*self.base.functions, *own)
 
     def index(self) -> Index:
         """Derive every row group once and count. Raises DataError where no row is left."""
@@ -308,6 +297,10 @@ class Pack:
                 position[piece] = np.arange(piece.stop - piece.start)
         flat = {self.column: tokens, "mask": mask, "segment": segment, "position": position}
         return {name: array.reshape(rows, self.length) for name, array in flat.items()}
+
+
+Derivation = Filter | BatchFilter | FlatMap | Pack
+"""How the rows of a row group become others: `derive` depends on its arguments alone, `word` names the method."""
 
 
 def _row(columns: Arrays, row: int) -> dict[str, Any]:

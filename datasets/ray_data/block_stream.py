@@ -35,7 +35,7 @@ from trainwright.datasets.data_source import (
 )
 from trainwright.datasets.formats.python_objects import arrow_array, hash_values
 from trainwright.datasets.loading.sequential_rows import take_rows
-from trainwright.datasets.ray_data.delivery_pipeline import allow_blocking_get, as_our_error
+from trainwright.datasets.ray_data.delivery_pipeline import DeliveryReply, allow_blocking_get, as_our_error
 from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, SLACK_S, WAITING, fetch_from_actor
 
 # Of blocks after the furthest row that was asked for, and of blocks before it: bytes, at most and at least, and the
@@ -192,15 +192,6 @@ def block_arrays(block: Any, columns: Sequence[str], where: str) -> Arrays:
 # --- The actor --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StreamReply:
-    """Blocks that hold the rows asked for, in order, or why there are none."""
-
-    run: int = -1  # number of the execution that they are of
-    blocks: tuple[Block, ...] = ()
-    error: TrainwrightError | None = None
-
-
 class _StreamActor:
     """Class of the actor: a window for each streamed data set, which is known by its number here.
 
@@ -216,7 +207,7 @@ class _StreamActor:
         share_bytes = resources.get("object_store_memory", math.inf) / len(specs)
         self._windows = [_Window(spec, free, share_bytes) for spec in specs]
 
-    async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: int) -> _StreamReply:
+    async def blocks(self, source: int, low: int, high: int, deadline_s: float, lost: int) -> DeliveryReply:
         """See `_Window.blocks`."""
         return await self._windows[source].blocks(low, high, deadline_s, lost)
 
@@ -246,7 +237,7 @@ class _Window:
         self._waits = 0  # consumers that wait for rows of this execution
         self._news = asyncio.Event()
 
-    async def blocks(self, low: int, high: int, deadline_s: float, lost: int) -> _StreamReply:
+    async def blocks(self, low: int, high: int, deadline_s: float, lost: int) -> DeliveryReply:
         """Return the blocks that hold the rows from `low` up to `high`, numbered over all passes.
 
         Args:
@@ -268,10 +259,10 @@ class _Window:
                 self._want(low, high)
                 if self._next >= high:
                     found = tuple(each for each in self._kept if each.first < high and each.first + each.rows > low)
-                    return _StreamReply(run=self._run, blocks=found)
+                    return DeliveryReply(run=self._run, blocks=found)
                 if self._error is not None:
                     self.stop()
-                    return _StreamReply(error=self._error)
+                    return DeliveryReply(error=self._error)
                 self._waits += 1
                 try:
                     await self._wait(until)
@@ -284,7 +275,7 @@ class _Window:
                 where=f"{self._spec.name}, rows {low} to {high}",
                 remedy="leave more CPUs free for Ray Data (fewer workers), or make the data set quicker",
             )
-            return _StreamReply(error=error)
+            return DeliveryReply(error=error)
         finally:
             self._tell()  # those who wait for another pass may start it now
 
@@ -425,7 +416,7 @@ class StreamRows:
         def attempt(lost: bool) -> dict[int, tuple[int, Arrays]]:
             nonlocal run
             asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
-            reply: _StreamReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+            reply: DeliveryReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
             if reply.error is not None:
                 raise reply.error
             run = reply.run

@@ -23,7 +23,7 @@ from trainwright.core.pickling import loads
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups
-from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, PipelineSpec
+from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, DeliveryReply, PipelineSpec
 from trainwright.datasets.ray_data.hang_timeout import BatchDurations
 from trainwright.datasets.ray_data.piece_blocks import Piece, piece_summary
 
@@ -33,14 +33,6 @@ _AHEAD_PIECES = 2  # for each process of the stages, so that none is idle
 _AHEAD_SHARE = 0.25  # of the cluster's object store, which the pieces ahead may take
 
 _Label = tuple[int, int]  # first step of a chunk, rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareReply:
-    """References of the blocks of a share, in order, or why there are none."""
-
-    blocks: tuple[Any, ...] = ()
-    error: TrainwrightError | None = None
 
 
 @dataclass(kw_only=True)
@@ -138,7 +130,7 @@ class DeliveryActor:
 
     async def chunk(
         self, source: int, step: int, rank: int, total: int, deadline_s: float, lost: bool = False
-    ) -> ShareReply:
+    ) -> DeliveryReply:
         """See `DatasetDelivery.chunk`."""
         return await self.feeders[source].chunk(step, rank, total, deadline_s, lost)
 
@@ -214,7 +206,7 @@ class DatasetDelivery:
             await self._news.wait()
         return False
 
-    async def chunk(self, step: int, rank: int, total: int, deadline_s: float, lost: bool = False) -> ShareReply:
+    async def chunk(self, step: int, rank: int, total: int, deadline_s: float, lost: bool = False) -> DeliveryReply:
         """Return the share of data rank `rank` of `total` in the chunk that starts at `step`.
 
         Args:
@@ -233,7 +225,7 @@ class DatasetDelivery:
                         return self._answer(window, step, rank)
                     if window.error is not None:
                         self._window = None
-                        return ShareReply(error=window.error)
+                        return DeliveryReply(error=window.error)
                     await self._wait(until, window)
                 elif window is None or not window.waits:
                     self._start(step, total)
@@ -246,7 +238,7 @@ class DatasetDelivery:
                 where=f"data rank {rank}, step {step}",
                 remedy="leave more CPUs free for Ray Data (fewer workers), or make the transform quicker",
             )
-            return ShareReply(error=error)
+            return DeliveryReply(error=error)
         finally:
             self._tell()
 
@@ -268,11 +260,11 @@ class DatasetDelivery:
         ]
         return ", ".join([*(f"{number:g} {name}s" for name, number in self._free.items()), *opening])
 
-    def _answer(self, window: _PipelineWindow, step: int, rank: int) -> ShareReply:
+    def _answer(self, window: _PipelineWindow, step: int, rank: int) -> DeliveryReply:
         parts = window.parts[step, rank]
         window.asked[rank] = step
         window.trim(step, rank, self._steps(_REPLAY_CHUNKS))
-        return ShareReply(blocks=tuple(parts[number] for number in sorted(parts)))
+        return DeliveryReply(blocks=tuple(parts[number] for number in sorted(parts)))
 
     def _start(self, step: int, total: int) -> None:
         """Start a pipeline at a chunk; the one before ends at its next piece."""

@@ -225,6 +225,15 @@ def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
     return function
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeliveryReply:
+    """References of the blocks asked for, in order, or why there are none."""
+
+    blocks: tuple[Any, ...] = ()
+    error: TrainwrightError | None = None
+    run: int = -1  # of a stream, number of the execution that the blocks are of
+
+
 def as_our_error(error: Exception, what: str, where: str = "") -> TrainwrightError:
     """Return an error of ours as it is; of another one, that `what` failed with it."""
     if isinstance(error, TrainwrightError):

@@ -31,7 +31,7 @@ from trainwright.datasets import Dataset, table
 from trainwright.datasets.dataset import delivery_of
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.ray_data import delivery_pipeline
-from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
+from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, _PipelineWindow
 from trainwright.datasets.ray_data.piece_blocks import Piece, SharePart
 from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
 from trainwright.planning import data_delivery
@@ -95,7 +95,7 @@ def test_light_data_comes_through_ray_data_on_request() -> None:
     fetcher.close()
 
 
-async def answer_of(local: DatasetDelivery, step: int) -> ShareReply:
+async def answer_of(local: DatasetDelivery, step: int) -> delivery_pipeline.DeliveryReply:
     """Ask a feeder in this process, and end its pump."""
     answer = await local.chunk(step, 1, 2, 60.0)
     local._window = None
