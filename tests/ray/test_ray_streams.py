@@ -331,6 +331,14 @@ def test_a_function_of_the_epoch_and_a_pass_of_so_many_rows() -> None:
     made.rows.close()
 
 
+def test_a_short_pass_in_one_process_has_its_rows_in_each_epoch() -> None:
+    """The first rows are known from the index; those after the last row of a pass are of no pass."""
+    data = from_ray(ray.data.range(100, override_num_blocks=1), rows=10)
+    reader = data.reader(data.index(), None)
+    for epoch in (0, 1, 0):
+        assert reader.gather(np.array([9, 0, 4]), epoch)["id"].tolist() == [9, 0, 4]
+
+
 def test_nothing_comes_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     data = from_ray(ray.data.range(100).map_batches(lambda batch: batch, num_cpus=64), rows=100, replayable=False)
     index = from_ray(ray.data.range(100)).index()
