@@ -167,7 +167,14 @@ def _staged(out: str) -> Iterator[tuple[pafs.FileSystem, str]]:
             whole = Path(folder) / target.name
             whole.mkdir()
             yield system, str(whole)
-            _rename(whole, target)
+            try:
+                whole.rename(target)
+            except OSError as error:
+                raise DataError(
+                    f"the finished folder cannot take its name: {error}",
+                    where=str(target),
+                    remedy="name a folder that nothing else writes into",
+                ) from error
         return
     folder = f"{root}/{_WRITING}{uuid.uuid4().hex[:8]}"
     system.create_dir(folder, recursive=True)
@@ -183,17 +190,6 @@ def _staged(out: str) -> Iterator[tuple[pafs.FileSystem, str]]:
 def _place(out: str) -> tuple[pafs.FileSystem, str]:
     system, root = resolve_file_system(absolute_path(out))
     return system, root.rstrip("/")
-
-
-def _rename(whole: Path, target: Path) -> None:
-    try:
-        whole.rename(target)
-    except OSError as error:
-        raise DataError(
-            f"the finished folder cannot take its name: {error}",
-            where=str(target),
-            remedy="name a folder that nothing else writes into",
-        ) from error
 
 
 def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:

@@ -66,8 +66,8 @@ class SkippingReader:
         self._last.update((int(part[0]), number) for part, arrays in found if arrays is None)
         good[good] = np.concatenate([np.full(len(part), arrays is not None) for part, arrays in found] or [good[:0]])
         pieces = [arrays for _, arrays in found if arrays is not None] or [self._repeated(read, samples)]
-        columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-        return _spread(columns, good), good
+        take = np.where(good, np.cumsum(good) - 1, 0)  # the next good row, or the first for a bad sample
+        return {name: np.concatenate([piece[name] for piece in pieces])[take] for name in pieces[0]}, good
 
     def _first_parts(self, read: _Read, samples: Rows) -> _Parts:
         """As `_parts`; samples that were bad in another pass are read alone, which spares the search for them."""
@@ -155,12 +155,6 @@ class SkippingReader:
 
 class _TooManyBadSamples(DataError):
     """The limit of samples that may be skipped was passed."""
-
-
-def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:
-    """Return one row for each of `good`: the next row of the columns, or the first for a bad sample."""
-    take = np.where(good, np.cumsum(good) - 1, 0)
-    return {name: array[take] for name, array in columns.items()}
 
 
 def _first_row(columns: Arrays) -> Arrays:

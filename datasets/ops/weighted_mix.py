@@ -31,6 +31,7 @@ from trainwright.datasets.data_source import (
     even_groups,
     hash_parts,
     require_same_fields,
+    schema_of,
 )
 from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
@@ -234,7 +235,7 @@ class _MixedLoader(Loader):
     """Gathers the rows of each part and lays them in the order of the whole."""
 
     def __init__(self, source: _MixedSource, index: _MixedIndex) -> None:
-        self._source, self._index = source, index
+        self._source, self._index, self._where = source, index, source.describe()
         self._readers: dict[tuple[int, tuple[str, ...]], RowReader] = {}
         self._epoch = 0
 
@@ -263,8 +264,11 @@ class _MixedLoader(Loader):
         }
         for part in np.unique(parts).tolist():
             chosen = np.flatnonzero(parts == part)
-            for name, array in self._rows(part, numbers[chosen], wanted, gather).items():
-                result[name][chosen] = self._fitting(part, name, array)
+            found = self._rows(part, numbers[chosen], wanted, gather)
+            where = f"part {self._source.parts[part][0]!r} of {self._where}"
+            require_same_fields(schema_of(found), schema_of(result), "the first row", where)
+            for name, array in found.items():
+                result[name][chosen] = array
         return {name: result.get(name, parts) for name in columns}
 
     def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...], gather: Gather) -> Arrays:
@@ -288,16 +292,6 @@ class _MixedLoader(Loader):
                 memory_bytes=MEMORY_BYTES // (4 * len(self._source.parts)), seed=self._source.seed,
             )  # fmt: skip
         return self._readers[part, columns]
-
-    def _fitting(self, part: int, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        field, found = self._index.schema[name], Field(array.dtype, array.shape[1:])
-        if found != field:
-            raise DataError(
-                f"column {name!r} is {found} here and {field} in the first row",
-                where=f"part {self._source.parts[part][0]!r} of {self._source.describe()}",
-                remedy="give every row the same type and shape",
-            )
-        return array
 
 
 def mix(
