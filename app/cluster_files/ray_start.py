@@ -6,9 +6,8 @@ Unknown options of Slurm are left to sbatch, which refuses them when the script 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import metadata
 
 from trainwright.cluster_files.yaml_checks import YamlItem
@@ -59,79 +58,52 @@ def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | No
     )
 
 
-def check_starts(starts: Sequence[RayStart]) -> list[Finding]:
-    """Return what is wrong with the commands that start Ray."""
-    found = []
-    for start in starts:
-        options = dict.fromkeys(start.options, start.item)
-        found += [*unknown_options(options), *_token(start)]
-    return found + [finding for start in starts if start.head for finding in (*_dashboard(start), *_health(start))]
-
-
-def unknown_options(options: Mapping[str, YamlItem]) -> list[Finding]:
-    """Return findings for names that are not options of `ray start`."""
-    known = _known_options()
-    return [
-        item.finding("options", "bad", f"`ray start` has no option --{name}", nearest(name, known))
-        for name, item in options.items()
-        if name.replace("_", "-") not in known
-    ]
-
-
-@cache
-def _known_options() -> list[str]:
-    return [*ray_start_options(), "help"]
-
-
-def _token(start: RayStart) -> list[Finding]:
+def check_start(start: RayStart) -> Iterator[Finding]:
+    """Find what is wrong with a command that starts Ray."""
+    yield from unknown_options(dict.fromkeys(start.options, start.item))
     mode = start.environment.get("RAY_AUTH_MODE", "")
-    if mode.lower() == "token":
-        return []
-    said = f"RAY_AUTH_MODE is {mode}" if mode else "RAY_AUTH_MODE is not set"
-    return [start.item.finding("token", "bad", f"{said}: {OPEN_PORTS}", _TOKEN_REMEDY)]
-
-
-def _dashboard(start: RayStart) -> list[Finding]:
+    if mode.lower() != "token":
+        said = f"RAY_AUTH_MODE is {mode}" if mode else "RAY_AUTH_MODE is not set"
+        yield start.item.finding("token", "bad", f"{said}: {OPEN_PORTS}", _TOKEN_REMEDY)
+    if not start.head:
+        return
     host = start.options.get("dashboard-host", "127.0.0.1").strip("'\"")
-    if host not in _ALL_ADDRESSES:
-        return []
-    return [
-        start.item.finding(
-            "dashboard",
-            "bad",
-            f"the dashboard, which accepts jobs, listens on {host}: on every network of the head",
-            "write --dashboard-host=127.0.0.1 and reach it through `ray dashboard` or `ssh -L 8265:localhost:8265`",
-        )
-    ]
+    if host in _ALL_ADDRESSES:
+        said = f"the dashboard, which accepts jobs, listens on {host}: on every network of the head"
+        remedy = "write --dashboard-host=127.0.0.1 and reach it through `ray dashboard` or `ssh -L 8265:localhost:8265`"
+        yield start.item.finding("dashboard", "bad", said, remedy)
+    yield from check_health_checks(start.item, start.environment, "set in front of `ray start --head`")
 
 
-def _health(start: RayStart) -> list[Finding]:
-    return health_check_findings(start.item, start.environment, "set in front of `ray start --head`")
+def unknown_options(options: Mapping[str, YamlItem]) -> Iterator[Finding]:
+    """Find names that are not options of `ray start`."""
+    known = [*ray_start_options(), "help"]
+    for name, item in options.items():
+        if name.replace("_", "-") not in known:
+            yield item.finding("options", "bad", f"`ray start` has no option --{name}", nearest(name, known))
 
 
-def health_check_findings(place: YamlItem, environment: Iterable[str], remedy: str) -> list[Finding]:
-    """Return a finding if the head's environment does not shorten Ray's health checks.
+def check_health_checks(place: YamlItem, environment: Iterable[str], remedy: str) -> Iterator[Finding]:
+    """Check that the head's environment shortens Ray's health checks.
 
     Args:
         remedy: where to set missing variables.
     """
     given = set(environment)
     missing = {name: value for name, value in _HEALTH_CHECK_SETTINGS.items() if f"RAY_health_check_{name}" not in given}
-    if not missing:
-        return []
-    wanted = " ".join(f"RAY_health_check_{name}={value}" for name, value in missing.items())
-    said = "Ray needs 64 s to notice that a node has failed, and a run waits as long before it recovers"
-    return [place.finding("health checks", "doubtful", said, f"{remedy}: {wanted}")]
+    if missing:
+        wanted = " ".join(f"RAY_health_check_{name}={value}" for name, value in missing.items())
+        said = "Ray needs 64 s to notice that a node has failed, and a run waits as long before it recovers"
+        yield place.finding("health checks", "doubtful", said, f"{remedy}: {wanted}")
 
 
-def image_findings(place: YamlItem) -> list[Finding]:
-    """Return a finding if a container image has another version of Ray than this machine."""
-    found = _IMAGE.search(str(place.value))
+def check_image(place: YamlItem | None) -> Iterator[Finding]:
+    """Check that a container image, if there is one, has the version of Ray of this machine."""
     here = metadata.version("ray")
-    if found is None or found["version"] == here:
-        return []
+    if place is None or not (found := _IMAGE.search(str(place.value))) or found["version"] == here:
+        return
     said = f"the image has Ray {found['version']}, but Ray {here} is installed here; the versions must be equal"
-    return [place.finding("images", "bad", said, f"write {str(place.value).replace(found['version'], here)}")]
+    yield place.finding("images", "bad", said, f"write {str(place.value).replace(found['version'], here)}")
 
 
 # --- Scripts for Slurm's sbatch ---------------------------------------------------------------------------------------
@@ -141,22 +113,17 @@ _SHORT = {"N": "nodes", "t": "time", "n": "ntasks", "G": "gpus", "p": "partition
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[=\s]+(?P<value>\S+))?|-(?P<short>\w)\s*(?P<of>\S+)?)")
 
 
-def check_script(text: str, file: str) -> list[Finding]:
-    """Return the findings of a script."""
+def check_script(text: str, file: str) -> Iterator[Finding]:
+    """Check a script."""
     whole = YamlItem(value=text, file=file, line=1, path="")
-    given = _directives(text, file)
-    found = _missing(whole, given)
+    yield from _check_directives(whole, _directives(text, file))
     call = _ray_call(text, file)
     if call is None:
+        said = "the script does not call `ray symmetric-run`, so only one node works"
         remedy = "start every node with `srun ... ray symmetric-run --address HEAD:6379 --min-nodes N -- COMMAND`"
-        found.append(
-            whole.finding(
-                "start", "bad", "the script does not call `ray symmetric-run`, so only one node works", remedy
-            )
-        )
+        yield whole.finding("start", "bad", said, remedy)
     else:
-        found += check_starts([call])
-    return found
+        yield from check_start(call)
 
 
 def _directives(text: str, file: str) -> dict[str, YamlItem]:
@@ -170,24 +137,22 @@ def _directives(text: str, file: str) -> dict[str, YamlItem]:
     return found
 
 
-def _missing(whole: YamlItem, given: dict[str, YamlItem]) -> list[Finding]:
-    found = []
+def _check_directives(whole: YamlItem, given: dict[str, YamlItem]) -> Iterator[Finding]:
     if "nodes" not in given:
-        found.append(whole.finding("nodes", "bad", "#SBATCH --nodes is missing", "write how many hosts the run gets"))
+        yield whole.finding("nodes", "bad", "#SBATCH --nodes is missing", "write how many hosts the run gets")
     elif not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", str(given["nodes"].value)):
         said = f"{given['nodes'].value!r} is not a number of nodes"
-        found.append(given["nodes"].finding("nodes", "bad", said, "write a number"))
+        yield given["nodes"].finding("nodes", "bad", said, "write a number")
     if "time" not in given:
         said = "#SBATCH --time is missing: the partition's limit, often an hour or none, ends the run"
-        found.append(whole.finding("time", "doubtful", said, "write how long the run may take: --time=24:00:00"))
+        yield whole.finding("time", "doubtful", said, "write how long the run may take: --time=24:00:00")
     elif not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", str(given["time"].value), re.IGNORECASE):
         said = f"{given['time'].value!r} is not a time"
-        found.append(given["time"].finding("time", "bad", said, "write hours:minutes:seconds or days-hours"))
+        yield given["time"].finding("time", "bad", said, "write hours:minutes:seconds or days-hours")
     each = given.get("ntasks-per-node")
     if each is not None and each.value != "1":
         said = f"{each.value} tasks on each node would start Ray {each.value} times there"
-        found.append(each.finding("start", "bad", said, "write --ntasks-per-node=1"))
-    return found
+        yield each.finding("start", "bad", said, "write --ntasks-per-node=1")
 
 
 def _ray_call(text: str, file: str) -> RayStart | None:

@@ -6,14 +6,14 @@ Keys and types come from Ray's own JSON schema; `node_config` is left to the clo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 
 from trainwright.cluster_files import ray_start
-from trainwright.cluster_files.yaml_checks import YamlItem, schema_findings
+from trainwright.cluster_files.yaml_checks import YamlItem, check_schema
 from trainwright.core.cluster import ACCELERATORS, find_accelerator
 from trainwright.core.errors import Finding, nearest
 
@@ -23,7 +23,6 @@ class _NodeGroup:
     """Nodes of one type."""
 
     item: YamlItem  # the type in the file
-    name: str
     low: int
     high: int
     machine: _InstanceType | None = None  # the machine to rent; None if it is not in the list
@@ -37,20 +36,17 @@ class _NodeGroup:
         return self.machine.spot_price if self.spot else self.machine.price
 
 
-def _price_findings(file: YamlItem, groups: Sequence[_NodeGroup], limit: int) -> list[Finding]:
-    """Return what the cluster costs an hour with the fewest nodes, and with the most expensive nodes that may start.
-
-    Args:
-        limit: greatest number of nodes without the head.
-    """
+def _price(file: YamlItem, groups: Sequence[_NodeGroup]) -> Iterator[Finding]:
+    """Find what the cluster costs an hour with the fewest nodes, and with the most expensive nodes that may start."""
     if not groups or any(group.price is None for group in groups if group.high):
-        return []
+        return
+    limit = file.number("max_workers", default=2)  # of nodes without the head
     low = sum((group.price or 0.0) * group.low for group in groups)
     dearest = sorted((group.price or 0.0 for group in groups for _ in range(group.high - group.low)), reverse=True)
     high = low + sum(dearest[: max(limit + 1 - sum(group.low for group in groups), 0)])
     spot = ", spot prices estimated from them" if any(group.spot for group in groups) else ""
     said = f"about ${low:,.2f} to ${high:,.2f} an hour by price lists of mid-2025{spot}; without disks and traffic"
-    return [file.finding("price", "good", said)]
+    yield file.finding("price", "good", said)
 
 
 # --- Machines to rent, with their accelerators and list prices --------------------------------------------------------
@@ -67,7 +63,6 @@ class _InstanceType:
 
     name: str  # as the cloud writes it
     cpus: int = 0
-    memory_gib: float = 0.0
     kind: str = ""  # kind of accelerator, as in trainwright.core.cluster; empty without one
     accelerators: int = 0
     price: float | None = None  # US dollars an hour on demand; None if it is not in the list
@@ -93,19 +88,14 @@ def instance_types(cloud: str) -> dict[str, _InstanceType]:
     """Return machines by name for `aws` or `gcp`, or for `gpu` the accelerators to add to machines of Google Cloud."""
     text = (resources.files("trainwright.cluster_files") / "machines.txt").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
-    return {row[1]: _parse_instance_type(row) for row in rows if row[0] == cloud}
-
-
-def _parse_instance_type(row: list[str]) -> _InstanceType:
-    _, name, cpus, memory, kind, count, price = row
-    return _InstanceType(
-        name=name,
-        cpus=int(cpus),
-        memory_gib=float(memory),
-        kind="" if kind == "-" else kind,
-        accelerators=int(count),
-        price=None if price == "-" else float(price),
-    )
+    return {
+        name: _InstanceType(
+            name=name, cpus=int(cpus), kind="" if kind == "-" else kind, accelerators=int(count),
+            price=None if price == "-" else float(price),
+        )
+        for provider, name, cpus, _, kind, count, price in rows
+        if provider == cloud
+    }  # fmt: skip
 
 
 def parse_tpu_slice(name: str) -> _InstanceType | None:
@@ -126,11 +116,6 @@ def parse_tpu_slice(name: str) -> _InstanceType | None:
     return _InstanceType(name=name, kind=kind.name, accelerators=chips, price=kind.price * chips, hosts=hosts)
 
 
-def _tpu_generations() -> list[str]:
-    """Return the generations of TPUs by Google Cloud's names."""
-    return list(_KINDS)
-
-
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -139,23 +124,33 @@ _UNCHECKED_PROVIDERS = ("azure", "aliyun", "vsphere", "external", "spark")
 _PROVIDER_KEYS = {"aws": ("region",), "gcp": ("region", "availability_zone", "project_id"), "local": ()}
 
 
-def check_ray_up(file: YamlItem) -> list[Finding]:
-    """Return the findings of a file of `ray up`."""
-    found = schema_findings(file)
+def check_ray_up(file: YamlItem) -> Iterator[Finding]:
+    """Check a file of `ray up`."""
+    yield from check_schema(file)
     kind = file.text("provider", "type")
     provider = file.at("provider")
     if provider is None or not provider.mapping:
-        return found
+        return
     if kind not in _PROVIDERS:
-        return [*found, _unknown_provider(provider, kind)]
-    missing = [name for name in _PROVIDER_KEYS[kind] if name not in provider.fields]
-    found += [provider.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
-    found += ray_start.check_starts(_start_commands(file))
+        yield _unknown_provider(provider, kind)
+        return
+    for name in _PROVIDER_KEYS[kind]:
+        if name not in provider.fields:
+            yield provider.finding("keys", "bad", f"{name} is missing", f"add {name}:")
+    starts = _start_commands(file)
+    for start in starts:
+        yield from ray_start.check_start(start)
     if kind == "local":
-        return found + _check_local(file)
+        yield from _check_local(file, provider)
+        yield from _check_autoscaler(starts)
+        return
     groups, of_nodes = _node_groups(file, kind)
-    prices = _price_findings(file, groups, file.number("max_workers", default=2))
-    return found + of_nodes + _check_cloud(file, kind) + prices
+    yield from of_nodes
+    yield from _check_region(file, kind)
+    for name in ("image", "head_image", "worker_image"):
+        yield from ray_start.check_image(file.at("docker", name))
+    yield from _check_access(file, kind)
+    yield from _price(file, groups)
 
 
 def _unknown_provider(provider: YamlItem, kind: str) -> Finding:
@@ -175,9 +170,7 @@ def _start_commands(file: YamlItem) -> list[ray_start.RayStart]:
         for option in file.list("docker", options)
         for name, _, value in [str(option.value).removeprefix("--env=").removeprefix("-e ").partition("=")]
     }
-    commands = [
-        command for name in ("head_start_ray_commands", "worker_start_ray_commands") for command in file.list(name)
-    ]
+    commands = (*file.list("head_start_ray_commands"), *file.list("worker_start_ray_commands"))
     return [found for command in commands if (found := ray_start.parse_start(command, docker))]
 
 
@@ -186,10 +179,10 @@ def _node_groups(file: YamlItem, cloud: str) -> tuple[list[_NodeGroup], list[Fin
     types = file.at("available_node_types")
     head = file.text("head_node_type")
     if types is None or not types.fields:
-        return [], [
-            file.finding("node types", "bad", "available_node_types is missing", "add the types of machines to rent")
-        ]
-    found = _head(file, types, head)
+        missing = "available_node_types is missing"
+        return [], [file.finding("node types", "bad", missing, "add the types of machines to rent")]
+    found = [*_check_head(file, types, head)]
+    most = file.number("max_workers", default=2)
     groups = []
     for name, kind in types.fields.items():
         node = kind.at("node_config")
@@ -197,88 +190,62 @@ def _node_groups(file: YamlItem, cloud: str) -> tuple[list[_NodeGroup], list[Fin
             continue
         tpu = cloud == "gcp" and node.at("machineType") is None and bool(_TPU_KEYS & node.fields.keys())
         machine, of_machine = _tpu_type(node) if tpu else _instance_type(node, cloud)
-        found += of_machine + _resource_findings(kind, machine, declared=cloud == "gcp" and not tpu)
-        group = _group(file, kind, node, machine)
-        groups.append(group)
-        found += _spot_head(node) if name == head and group.spot else []
-        found += _bounds(file, group) if name != head else []
+        found += [*of_machine, *_check_resources(kind, machine, declared=cloud == "gcp" and not tpu)]
+        low, high = kind.number("min_workers"), kind.number("max_workers", default=most)
+        group = _NodeGroup(item=kind, low=low, high=high, machine=machine, spot=_is_spot(node))
+        if name != head:
+            found += _check_bounds(group, most)
+        elif group.spot:
+            said = "the head is a spot machine: if it is preempted, the cluster ends"
+            found.append(node.finding("head", "bad", said, "rent it on demand"))
+        groups.append(group if name != head else replace(group, low=1, high=1))
     return groups, found
 
 
-def _group(file: YamlItem, kind: YamlItem, node: YamlItem, machine: _InstanceType | None) -> _NodeGroup:
-    """Return the group of the nodes of one type."""
-    name = kind.path.rpartition(".")[2]
-    most = file.number("max_workers", default=2)
-    low, high = kind.number("min_workers"), kind.number("max_workers", default=most)
-    if name == file.text("head_node_type"):
-        low, high = 1, 1
-    return _NodeGroup(item=kind, name=name, low=low, high=high, machine=machine, spot=_is_spot(node))
-
-
-def _spot_head(node: YamlItem) -> list[Finding]:
-    return [
-        node.finding(
-            "head", "bad", "the head is a spot machine: if it is preempted, the cluster ends", "rent it on demand"
-        )
-    ]
-
-
-def _head(file: YamlItem, types: YamlItem, head: str) -> list[Finding]:
-    if head in types.fields:
-        return []
+def _check_head(file: YamlItem, types: YamlItem, head: str) -> Iterator[Finding]:
     place = file.at("head_node_type")
     if place is None:
         names = ", ".join(types.fields)
-        return [file.finding("head", "bad", "head_node_type is missing", f"add head_node_type: one of {names}")]
-    return [place.finding("head", "bad", f"available_node_types has no {head!r}", nearest(head, types.fields))]
+        yield file.finding("head", "bad", "head_node_type is missing", f"add head_node_type: one of {names}")
+    elif head not in types.fields:
+        yield place.finding("head", "bad", f"available_node_types has no {head!r}", nearest(head, types.fields))
 
 
-def _bounds(file: YamlItem, group: _NodeGroup) -> list[Finding]:
+def _check_bounds(group: _NodeGroup, most: int) -> Iterator[Finding]:
     low, high, kind = group.low, group.high, group.item
-    most = file.number("max_workers", default=2)
-    if 0 <= low <= high and low <= most:
-        if high > most:
-            said = f"max_workers is {high}, but max_workers of the file is {most}"
-            return [kind.finding("nodes", "doubtful", said, "raise max_workers of the file, or lower this one")]
-        return []
-    said = f"min_workers {low}, max_workers {high} and max_workers {most} of the file contradict each other"
-    return [kind.finding("nodes", "bad", said, "keep 0 <= min_workers <= max_workers <= max_workers of the file")]
+    if not (0 <= low <= high and low <= most):
+        said = f"min_workers {low}, max_workers {high} and max_workers {most} of the file contradict each other"
+        yield kind.finding("nodes", "bad", said, "keep 0 <= min_workers <= max_workers <= max_workers of the file")
+    elif high > most:
+        said = f"max_workers is {high}, but max_workers of the file is {most}"
+        yield kind.finding("nodes", "doubtful", said, "raise max_workers of the file, or lower this one")
 
 
-def _check_local(file: YamlItem) -> list[Finding]:
+def _check_local(file: YamlItem, provider: YamlItem) -> Iterator[Finding]:
     """Check a file for existing hosts, which Ray's local provider uses."""
-    found = [
-        item.finding("nodes", "bad", f"Ray's local provider does not accept {name}", f"take {name} out")
-        for name in ("head_node", "worker_nodes", "available_node_types", "head_node_type")
-        if (item := file.at(name)) is not None
-    ]
-    provider = file.at("provider")
-    assert provider is not None, "its type was read"
+    for name in ("head_node", "worker_nodes", "available_node_types", "head_node_type"):
+        if (item := file.at(name)) is not None:
+            yield item.finding("nodes", "bad", f"Ray's local provider does not accept {name}", f"take {name} out")
     if provider.at("coordinator_address") is None:
-        missing = [name for name in ("head_ip", "worker_ips") if not getattr(provider.at(name), "value", None)]
-        found += [provider.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
+        for name in ("head_ip", "worker_ips"):
+            if not getattr(provider.at(name), "value", None):
+                yield provider.finding("keys", "bad", f"{name} is missing", f"add {name}:")
     hosts = len(provider.list("worker_ips"))
     for name in ("min_workers", "max_workers"):
         item = file.at(name)
         if item is not None and isinstance(item.value, int) and item.value > hosts and hosts:
             said = f"{name} is {item.value}, but there are {hosts} worker_ips"
-            found.append(item.finding("nodes", "doubtful", said, f"write {hosts}, or add addresses"))
-    return found + _autoscaler_findings(file)
+            yield item.finding("nodes", "doubtful", said, f"write {hosts}, or add addresses")
 
 
-def _autoscaler_findings(file: YamlItem) -> list[Finding]:
+def _check_autoscaler(starts: Sequence[ray_start.RayStart]) -> Iterator[Finding]:
     """Check that the older autoscaler is used: that of Ray 2.60 starts one worker too few on given hosts (measured)."""
-    for start in _start_commands(file):
+    for start in starts:
         if start.head and start.environment.get("RAY_enable_autoscaler_v2", "") not in ("0", "false"):
-            return [
-                start.item.finding(
-                    "autoscaler",
-                    "bad",
-                    "Ray's autoscaler v2 starts one worker too few with the local provider",
-                    "put RAY_enable_autoscaler_v2=0 in front of `ray start --head`",
-                )
-            ]
-    return []
+            said = "Ray's autoscaler v2 starts one worker too few with the local provider"
+            remedy = "put RAY_enable_autoscaler_v2=0 in front of `ray start --head`"
+            yield start.item.finding("autoscaler", "bad", said, remedy)
+            return
 
 
 # --- Machines, places, images, keys and accounts of AWS and Google Cloud ----------------------------------------------
@@ -311,17 +278,12 @@ def _add_gpus(node: YamlItem, machine: _InstanceType) -> tuple[_InstanceType, li
     for entry in node.list("guestAccelerators"):
         name = entry.text("acceleratorType").rpartition("/")[2]
         if name not in added:
-            place = entry.at("acceleratorType") or entry
-            found.append(
-                place.finding("machines", "bad", f"Google Cloud has no accelerator {name}", nearest(name, added))
-            )
+            place, said = entry.at("acceleratorType") or entry, f"Google Cloud has no accelerator {name}"
+            found.append(place.finding("machines", "bad", said, nearest(name, added)))
             continue
         count = entry.number("acceleratorCount", default=1)
         price = None if machine.price is None else machine.price + count * (added[name].price or 0.0)
-        machine = _InstanceType(
-            name=machine.name, cpus=machine.cpus, memory_gib=machine.memory_gib, kind=added[name].kind,
-            accelerators=count, price=price,
-        )  # fmt: skip
+        machine = replace(machine, kind=added[name].kind, accelerators=count, price=price)
     return machine, found
 
 
@@ -332,45 +294,32 @@ def _tpu_type(node: YamlItem) -> tuple[_InstanceType | None, list[Finding]]:
     found = parse_tpu_slice(str(place.value))
     if found is not None:
         return found, []
-    names = [f"{name}-8" for name in _tpu_generations()]
-    return None, [
-        place.finding("machines", "bad", f"there is no TPU slice {place.value}", nearest(str(place.value), names))
-    ]
+    remedy = nearest(str(place.value), [f"{generation}-8" for generation in _KINDS])
+    return None, [place.finding("machines", "bad", f"there is no TPU slice {place.value}", remedy)]
 
 
-def _machine_devices(machine: _InstanceType | None) -> dict[str, int]:
-    """Return the devices of one host by Ray's names; none if the machine is not in the list."""
-    if machine is None:
-        return {}
-    return (
-        {"CPU": machine.cpus, machine.resource: machine.accelerators // machine.hosts}
-        if machine.kind
-        else {"CPU": machine.cpus}
-    )
-
-
-def _resource_findings(kind: YamlItem, machine: _InstanceType | None, *, declared: bool) -> list[Finding]:
+def _check_resources(kind: YamlItem, machine: _InstanceType | None, *, declared: bool) -> Iterator[Finding]:
     """Check that the resources of a node type are the devices of its machine.
 
     Args:
         declared: whether Ray finds accelerators only if the file declares them.
     """
     if machine is None:
-        return []
-    have = _machine_devices(machine)
-    found = []
+        return
+    have = {"CPU": machine.cpus}  # devices of one host, by Ray's names
+    if machine.kind:
+        have[machine.resource] = machine.accelerators // machine.hosts
     for name, item in (kind.at("resources") or kind).fields.items():
         if name in ("GPU", "TPU", "CPU") and have.get(name, 0) and item.value != have[name]:
             said = f"{machine.name} has {have[name]} {name}, not {item.value}"
-            found.append(item.finding("machines", "doubtful", said, f"write {name}: {have[name]}"))
+            yield item.finding("machines", "doubtful", said, f"write {name}: {have[name]}")
         elif name in ("GPU", "TPU") and not have.get(name) and item.value:
             said = f"{machine.name} has no {name}"
-            found.append(item.finding("machines", "bad", said, "choose a machine that has it, or remove the resource"))
-    wanted = machine.resource if machine.kind and declared else ""
-    if wanted and (kind.at("resources", wanted) is None):
+            yield item.finding("machines", "bad", said, "choose a machine that has it, or remove the resource")
+    wanted = machine.resource
+    if machine.kind and declared and kind.at("resources", wanted) is None:
         said = f"resources do not declare the {have[wanted]} {wanted} of {machine.name}, so Ray does not use them"
-        found.append(kind.finding("machines", "bad", said, f"add {wanted}: {have[wanted]} to resources"))
-    return found
+        yield kind.finding("machines", "bad", said, f"add {wanted}: {have[wanted]} to resources")
 
 
 def _is_spot(node: YamlItem) -> bool:
@@ -386,75 +335,34 @@ def _is_spot(node: YamlItem) -> bool:
     )
 
 
-def _check_cloud(file: YamlItem, cloud: str) -> list[Finding]:
-    """Check regions, images, SSH keys, accounts and mounts."""
-    return [
-        *_region_findings(file, cloud),
-        *_images(file),
-        *_keys(file, cloud),
-        *_accounts(file, cloud),
-        *_mount_findings(file),
-    ]
+def _check_region(file: YamlItem, cloud: str) -> Iterator[Finding]:
+    region, zone = file.at("provider", "region"), file.at("provider", "availability_zone")
+    if region is None:
+        return
+    name = str(region.value)
+    if not re.fullmatch(_REGIONS[cloud], name):
+        yield region.finding("places", "bad", f"{name} is not a region", f"write one such as {_SAMPLE_REGIONS[cloud]}")
+    elif zone is not None:
+        zones = [part.strip() for part in str(zone.value).split(",")]
+        if not all(part.startswith(name) and len(part) > len(name) for part in zones):
+            yield zone.finding("places", "bad", f"{zone.value} is not a zone of {name}", f"add a letter to {name}")
 
 
-def _region_findings(file: YamlItem, cloud: str) -> list[Finding]:
-    region = file.at("provider", "region")
-    if region is not None and not re.fullmatch(_REGIONS[cloud], str(region.value)):
-        return [
-            region.finding(
-                "places", "bad", f"{region.value} is not a region", f"write one such as {_SAMPLE_REGIONS[cloud]}"
-            )
-        ]
-    zone = file.at("provider", "availability_zone")
-    if zone is None or region is None:
-        return []
-    zones = [part.strip() for part in str(zone.value).split(",")]
-    if all(part.startswith(str(region.value)) and len(part) > len(str(region.value)) for part in zones):
-        return []
-    return [
-        zone.finding(
-            "places", "bad", f"{zone.value} is not a zone of {region.value}", f"add a letter to {region.value}"
-        )
-    ]
-
-
-def _images(file: YamlItem) -> list[Finding]:
-    docker = file.at("docker")
-    names = ("image", "head_image", "worker_image")
-    places = [item for name in names if docker is not None and (item := docker.at(name)) is not None]
-    return [found for place in places for found in ray_start.image_findings(place)]
-
-
-def _keys(file: YamlItem, cloud: str) -> list[Finding]:
-    if cloud != "aws" or file.at("auth", "ssh_private_key") is None:
-        return []
+def _check_access(file: YamlItem, cloud: str) -> Iterator[Finding]:
+    """Check SSH keys, and roles or accounts, without which nodes cannot read object storage; and the token."""
     types = file.at("available_node_types")
     nodes = [node for kind in (types.fields.values() if types else ()) if (node := kind.at("node_config")) is not None]
-    return [
-        node.finding("keys of ssh", "bad", "KeyName is missing, but auth.ssh_private_key is set", "add KeyName:")
-        for node in nodes
-        if node.at("KeyName") is None and node.at("UserData") is None
-    ]
-
-
-def _accounts(file: YamlItem, cloud: str) -> list[Finding]:
-    """Check that nodes have a role or an account, without which they cannot read object storage."""
-    name = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}[cloud]
-    types = file.at("available_node_types")
-    return [
-        node.finding(
-            "roles", "doubtful", f"{name} is missing: these nodes have no access to object storage", f"add {name}:"
-        )
-        for kind in (types.fields.values() if types else ())
-        if (node := kind.at("node_config")) is not None and node.at(name) is None and node.at("serviceAccount") is None
-    ]
-
-
-def _mount_findings(file: YamlItem) -> list[Finding]:
-    """Check that the token is copied to every node."""
+    role = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}[cloud]
+    for node in nodes:
+        given = node.fields.keys()
+        if cloud == "aws" and file.at("auth", "ssh_private_key") and not {"KeyName", "UserData"} & given:
+            said = "KeyName is missing, but auth.ssh_private_key is set"
+            yield node.finding("keys of ssh", "bad", said, "add KeyName:")
+        if not {role, "serviceAccount"} & given:
+            said = f"{role} is missing: these nodes have no access to object storage"
+            yield node.finding("roles", "doubtful", said, f"add {role}:")
     mounts = file.at("file_mounts")
-    if mounts is not None and any(PurePosixPath(name).name == "auth_token" for name in mounts.fields):
-        return []
-    said = "~/.ray/auth_token is not copied to the nodes, and Ray does not start without it under RAY_AUTH_MODE=token"
-    place = mounts or file
-    return [place.finding("token", "bad", said, "add to file_mounts: ~/.ray/auth_token: ~/.ray/auth_token")]
+    if mounts is None or not any(PurePosixPath(name).name == "auth_token" for name in mounts.fields):
+        token, said = "~/.ray/auth_token", "and Ray does not start without it under RAY_AUTH_MODE=token"
+        remedy = f"add to file_mounts: {token}: {token}"
+        yield (mounts or file).finding("token", "bad", f"{token} is not copied to the nodes, {said}", remedy)

@@ -6,18 +6,15 @@ The checks look for repeated keys, for secrets, and for keys and types that Ray'
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import yaml
 
 from trainwright.core.errors import Finding, Severity, nearest
 from trainwright.core.redaction import is_secret
 from trainwright.ray_cluster.ray_compat import cluster_file_schema
-
-if TYPE_CHECKING:
-    from jsonschema import ValidationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,7 @@ class YamlItem:
     def number(self, *keys: str, default: int = 0) -> int:
         """Return the integer at a path of keys; `default` if there is none."""
         found = self.at(*keys)
-        whole = found is not None and isinstance(found.value, int) and not isinstance(found.value, bool)
-        return found.value if whole and found is not None else default
+        return found.value if found is not None and type(found.value) is int else default
 
     def each(self) -> Iterator[YamlItem]:
         """Yield this item and all items in it."""
@@ -142,63 +138,51 @@ _REMEDY = (
 )
 
 
-def secrets_in_text(text: str, file: str) -> list[Finding]:
+def secrets_in_text(text: str, file: str) -> Iterator[Finding]:
     """Find secrets by their form, with their lines. Findings do not contain the secret."""
-    return [
-        Finding(
-            subject="secrets", verdict="bad", what=f"the file contains {name}", where=f"{file}:{line}", remedy=_REMEDY
-        )
-        for line, said in enumerate(text.splitlines(), 1)
-        if not said.lstrip().startswith("# ") or "CHANGE" not in said
-        for name, pattern in _PATTERNS.items()
-        if re.search(pattern, said)
-    ]
+    for line, said in enumerate(text.splitlines(), 1):
+        if said.lstrip().startswith("# ") and "CHANGE" in said:
+            continue
+        for name, pattern in _PATTERNS.items():
+            if re.search(pattern, said):
+                what, where = f"the file contains {name}", f"{file}:{line}"
+                yield Finding(subject="secrets", verdict="bad", what=what, where=where, remedy=_REMEDY)
 
 
-def secrets_in_environment(env: YamlItem) -> list[Finding]:
+def secrets_in_environment(variables: Iterable[YamlItem]) -> Iterator[Finding]:
     """Find secrets of a container's environment that are written as values instead of references."""
-    found = []
-    for entry in env.entries:
-        name = entry.text("name")
-        value = entry.at("value")
+    for entry in variables:
+        name, value = entry.text("name"), entry.at("value")
         if value is not None and value.value and is_secret(name):
-            found.append(value.finding("secrets", "bad", f"the file contains the value of {name}", _REMEDY))
-    return found
+            yield value.finding("secrets", "bad", f"the file contains the value of {name}", _REMEDY)
 
 
 # --- Keys and types ---------------------------------------------------------------------------------------------------
 
 
-def schema_findings(document: YamlItem) -> list[Finding]:
-    """Return what Ray's own JSON schema for `ray up` refuses in a file: unknown and missing keys, wrong types."""
+def check_schema(document: YamlItem) -> Iterator[Finding]:
+    """Find what Ray's own JSON schema for `ray up` refuses in a file: unknown and missing keys, wrong types."""
     from jsonschema import Draft7Validator  # a dependency of Ray's
 
-    errors = Draft7Validator(cluster_file_schema()).iter_errors(document.value)
-    return [finding for error in errors for finding in _schema_error_findings(document, error)]
+    for error in Draft7Validator(cluster_file_schema()).iter_errors(document.value):
+        item = document
+        for step in error.absolute_path:
+            item = item.entries[step] if isinstance(step, int) else item.fields[step]
+        if error.validator == "additionalProperties":
+            allowed = list(error.schema["properties"])
+            for name in (name for name in item.fields if name not in allowed):
+                what = f"Ray does not know the key {name}"
+                yield item.fields[name].finding("keys", "bad", what, nearest(name, allowed))
+        elif error.validator == "required":
+            yield item.finding("keys", "bad", error.message, f"add it; there are: {', '.join(item.fields)}")
+        else:
+            remedy = f"write a value of type {error.validator_value}" if error.validator == "type" else ""
+            yield item.finding("types" if error.validator == "type" else "values", "bad", error.message, remedy)
 
 
-def _schema_error_findings(document: YamlItem, error: ValidationError) -> Iterator[Finding]:
-    item = document
-    for step in error.absolute_path:
-        item = item.entries[step] if isinstance(step, int) else item.fields[step]
-    if error.validator == "additionalProperties":
-        allowed = list(error.schema["properties"])
-        for name in (name for name in item.fields if name not in allowed):
-            yield item.fields[name].finding("keys", "bad", f"Ray does not know the key {name}", nearest(name, allowed))
-    elif error.validator == "required":
-        yield item.finding("keys", "bad", error.message, f"add it; there are: {', '.join(item.fields)}")
-    else:
-        remedy = f"write a value of type {error.validator_value}" if error.validator == "type" else ""
-        yield item.finding("types" if error.validator == "type" else "values", "bad", error.message, remedy)
-
-
-def repeated_key_findings(document: YamlItem) -> list[Finding]:
-    """Return keys that a mapping has twice: YAML readers use the last one without a warning."""
-    return [
-        Finding(
-            subject="keys", verdict="bad", what=f"the key {name} is repeated; only the last one counts",
-            where=f"{item.file}:{line}, {item.path}".rstrip(", "), remedy="keep one of the two",
-        )
-        for item in document.each()
-        for name, line in item.repeated
-    ]  # fmt: skip
+def repeated_keys(document: YamlItem) -> Iterator[Finding]:
+    """Find keys that a mapping has twice: YAML readers use the last one without a warning."""
+    for item in document.each():
+        for name, line in item.repeated:
+            what = f"the key {name} is repeated; only the last one counts"
+            yield replace(item, line=line).finding("keys", "bad", what, "keep one of the two")
