@@ -160,6 +160,9 @@ def secrets_in_environment(variables: Iterable[YamlItem]) -> Iterator[Finding]:
 # --- Keys and types ---------------------------------------------------------------------------------------------------
 
 
+_WANTED = {"type": "of type", "minimum": "of at least", "enum": "out of"}  # by the keyword of the schema
+
+
 def check_schema(document: YamlItem) -> Iterator[Finding]:
     """Find what Ray's own JSON schema for `ray up` refuses in a file: unknown and missing keys, wrong types."""
     from jsonschema import Draft7Validator  # a dependency of Ray's
@@ -176,8 +179,9 @@ def check_schema(document: YamlItem) -> Iterator[Finding]:
         elif error.validator == "required":
             yield item.finding("keys", "bad", error.message, f"add it; there are: {', '.join(item.fields)}")
         else:
-            remedy = f"write a value of type {error.validator_value}" if error.validator == "type" else ""
-            yield item.finding("types" if error.validator == "type" else "values", "bad", error.message, remedy)
+            subject = "types" if error.validator == "type" else "values"
+            remedy = f"write a value {_WANTED.get(error.validator, error.validator)} {error.validator_value}"
+            yield item.finding(subject, "bad", error.message, remedy)
 
 
 def repeated_keys(document: YamlItem) -> Iterator[Finding]:

@@ -88,6 +88,7 @@ MISTAKES = [
     ("aws.yaml", "ssh_user", "ssh_usr", "keys", "auth.ssh_usr", "ssh_user"),
     ("aws.yaml", "  pull_before_run", "  pul_before_run", "keys", "docker.pul_before_run", "pull_before_run"),
     ("aws.yaml", "idle_timeout_minutes: ", "idle_timeout_minutes: soon ", "types", "idle_timeout_minutes", "number"),
+    ("aws.yaml", "idle_timeout_minutes: ", "idle_timeout_minutes: -1 #", "values", "idle_timeout", "at least 0"),
     ("aws.yaml", "min_workers: 2", "min_workres: 2", "keys", "gpu.min_workres", "min_workers"),
     ("aws.yaml", "min_workers: 2", "min_workers: 9", "nodes", "available_node_types.gpu", "min_workers"),
     ("aws.yaml", "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "dashboard", "head_start", "127.0.0.1"),
