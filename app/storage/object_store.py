@@ -14,7 +14,6 @@ import shutil
 import time
 import urllib.parse
 import uuid
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,60 +59,14 @@ _QUICK_POLICY = RetryPolicy(connect_s=2.0, silence_s=3.0, request_s=3.0, total_s
 """For operations whose result is of little use when it is late: probes and heartbeats."""
 
 
-class _StoreBackend(ABC):
-    """One attempt of each operation on a folder or object store.
-
-    It raises the errors of obstore and of the operating system. `Store` turns these into StorageErrors, and repeats
-    what may succeed later.
-    """
-
-    certain = False  # whether an unknown error of a write proves that nothing was written
-
-    @abstractmethod
-    def reader(self) -> ObjectStore:
-        """Return the client that reads, lists and deletes."""
-
-    def bulk(self) -> ObjectStore:
-        """Return the client that reads parts of large files."""
-        return self.reader()
-
-    @abstractmethod
-    def get(self, path: str) -> bytes:
-        """Read a whole file."""
-
-    @abstractmethod
-    def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet. Raises AlreadyExistsError."""
-
-    @abstractmethod
-    def put(self, path: str, pieces: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """Write a whole file; with `sync` return when it is on disk."""
-
-    def read_range(self, path: str, start: int, end: int) -> memoryview:
-        """Read bytes `start` to `end`, `end` excluded."""
-        return memoryview(obstore.get_range(self.bulk(), path, start=start, end=end))
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete files; missing ones are no error."""
-        try:
-            obstore.delete(self.reader(), paths)
-        except FileNotFoundError:
-            for path in paths:
-                try:
-                    obstore.delete(self.reader(), path)
-                except FileNotFoundError as error:
-                    if not is_missing_file(error):
-                        raise
-
-    @abstractmethod
-    def delete_folder(self, path: str) -> None:
-        """Remove what is left of a folder whose listed files were deleted."""
+# The classes of backends make one attempt of each operation, and raise the errors of obstore and of the operating
+# system. `Store` turns these into StorageErrors, and repeats what may succeed later.
 
 
-class _LocalFolder(_StoreBackend):
+class _LocalFolder:
     """A folder of this machine, which may be a network file system. It is created by the first write."""
 
-    certain = True
+    certain = True  # an unknown error of a write proves that nothing was written
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -124,6 +77,8 @@ class _LocalFolder(_StoreBackend):
     def reader(self) -> ObjectStore:
         """Return the client; for a missing folder an empty stand-in, so that reading creates nothing."""
         return self._writer() if self._folder.is_dir() else MemoryStore()
+
+    bulk = reader
 
     def _writer(self) -> ObjectStore:
         """Return the client; create the folder. A new client is made where somebody deleted the folder.
@@ -140,14 +95,17 @@ class _LocalFolder(_StoreBackend):
         return client
 
     def get(self, path: str) -> bytes:
+        """Read a whole file."""
         return obstore.get(self.reader(), path).bytes().to_bytes()
 
     def put(self, path: str, pieces: Sequence[bytes | memoryview], *, sync: bool) -> None:
+        """Write a whole file; with `sync` return when it is on disk."""
         _put(self._writer(), self._writer(), path, pieces)
         if sync:
             self._sync(path)
 
     def create(self, path: str, data: bytes) -> None:
+        """Write a file that does not exist yet. Raises AlreadyExistsError."""
         _create_by_link(self._folder / path, data)
         self._sync(path)
 
@@ -171,11 +129,13 @@ class _LocalFolder(_StoreBackend):
             self._durable.add(folder)
 
 
-class _ObjectStoreClients(_StoreBackend):
+class _ObjectStoreClients:
     """A bucket and prefix, or memory for tests. Three clients differ in how long they retry a request by themselves.
 
     Create-only writes are not retried by the client: after an unclear error `Store.create` reads the file back first.
     """
+
+    certain = False
 
     def __init__(self, uri: str, endpoint: str, policy: RetryPolicy) -> None:
         limits_s = (policy.total_s, 0.0, policy.total_s + CHUNK_BYTES / policy.slowest_bytes_s)
@@ -196,9 +156,8 @@ class _ObjectStoreClients(_StoreBackend):
         if size_bytes <= CHUNK_BYTES:
             return found.bytes().to_bytes()
         with ThreadPoolExecutor(_READERS) as pool:
-            starts = range(0, size_bytes, CHUNK_BYTES)
-            ends = [min(start + CHUNK_BYTES, size_bytes) for start in starts]
-            return b"".join(pool.map(self.read_range, [path] * len(ends), starts, ends))
+            ranges = [(start, min(start + CHUNK_BYTES, size_bytes)) for start in range(0, size_bytes, CHUNK_BYTES)]
+            return b"".join(pool.map(lambda part: _read_range(self._bulk, path, *part), ranges))
 
     def put(self, path: str, pieces: Sequence[bytes | memoryview], *, sync: bool) -> None:
         _put(self._usual, self._bulk, path, pieces)
@@ -211,6 +170,24 @@ class _ObjectStoreClients(_StoreBackend):
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _read_range(client: ObjectStore, path: str, start: int, end: int) -> memoryview:
+    return memoryview(obstore.get_range(client, path, start=start, end=end))
+
+
+def _delete(backend: _LocalFolder | _ObjectStoreClients, paths: Sequence[str]) -> None:
+    """Delete files; missing ones are no error."""
+    client = backend.reader()
+    try:
+        obstore.delete(client, paths)
+    except FileNotFoundError:
+        for path in paths:
+            try:
+                obstore.delete(client, path)
+            except FileNotFoundError as error:
+                if not is_missing_file(error):
+                    raise
 
 
 def _put(client: ObjectStore, bulk: ObjectStore, path: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -336,7 +313,7 @@ class Store:
         endpoint = _endpoint_of(uri.partition("://")[0])
         self._attempts = _Attempts(uri, endpoint, self._policy.total_s)
         with self._attempts.explained("cannot open the store", ""):
-            self._backend: _StoreBackend = (
+            self._backend: _LocalFolder | _ObjectStoreClients = (
                 _ObjectStoreClients(uri, endpoint, self._policy) if "://" in uri else _LocalFolder(Path(uri))
             )
 
@@ -379,7 +356,7 @@ class Store:
     def read_range(self, path: str, start: int, end: int) -> memoryview:
         """Read bytes `start` to `end` of a file, `end` excluded. Raises MissingFile."""
         place = _inside(self.uri, path)
-        return self._attempts.repeat("cannot read", path, lambda: self._backend.read_range(place, start, end))
+        return self._attempts.repeat("cannot read", path, lambda: _read_range(self._backend.bulk(), place, start, end))
 
     def find(self, path: str) -> bytes | None:
         """Read a whole file; None when there is none."""
@@ -472,7 +449,7 @@ class Store:
         wanted = [_inside(self.uri, path) for path in paths]
         for start in range(0, len(wanted), 1000):
             batch = wanted[start : start + 1000]
-            self._attempts.repeat("cannot delete", batch[0], partial(self._backend.delete, batch))
+            self._attempts.repeat("cannot delete", batch[0], partial(_delete, self._backend, batch))
 
     def delete_folder(self, prefix: str) -> None:
         """Delete a folder with everything in it, also with what killed writers left incomplete."""
