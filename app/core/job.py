@@ -486,8 +486,7 @@ class Job(_JobModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
-        problems = inconsistencies(self)
-        if problems:
+        if problems := [*inconsistencies(self)]:
             raise JobError(problems)
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from trainwright.core.engine import MASK_SUFFIX, takes_optimizer
@@ -20,128 +20,112 @@ CRASH_LOOP_FAILURES = 3  # equal failures in a row, after which the batch is ski
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def inconsistencies(job: Job) -> list[str]:
+def inconsistencies(job: Job) -> Iterator[str]:
     """Describe all contradictions."""
-    problems = []
     if not _RUN_NAME.fullmatch(job.name):
-        problems.append(f"name={job.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
-    if job.tensorflow.run == "step":
-        problems += _step_problems(job)
-    else:
-        problems += _fit_problems(job)
+        yield f"name={job.name!r}: use up to 100 letters, digits, '.', '-' and '_'"
+    yield from _step_problems(job) if job.tensorflow.run == "step" else _fit_problems(job)
     if (job.loss is not None or job.tensorflow.run == "fit") and not job.inputs:
-        problems.append("inputs= is missing: name the columns given to the model")
+        yield "inputs= is missing: name the columns given to the model"
     if job.metrics and not job.inputs:
-        problems.append("metrics= need inputs= and targets=")
+        yield "metrics= need inputs= and targets="
     if taken := [name for name in job.metrics if name in EVALUATION_COLUMNS]:
         names = ", ".join(map(repr, taken))
-        problems.append(f"metrics= has {names}, which run.evaluations has already: use other names")
+        yield f"metrics= has {names}, which run.evaluations has already: use other names"
     data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
-    problems += filter(None, (data_problem(name, value) for name, value in data.items()))
-    problems += filter(None, [function_problem("model", job.model), *_schedule_problems(job)])
+    yield from filter(None, (data_problem(name, value) for name, value in data.items()))
+    yield from filter(None, [function_problem("model", job.model), *_schedule_problems(job)])
     if job.recovery.on_crash_loop == "skip" and job.recovery.failures < CRASH_LOOP_FAILURES:
-        problems.append(
+        yield (
             f'on_crash_loop="skip" recognizes a loop after {CRASH_LOOP_FAILURES} equal failures: set '
             f"failures={CRASH_LOOP_FAILURES} or more"
         )
     for tracker in job.trackers:
-        problems += [
-            f"trackers= has {type(tracker).__name__}, which has no {name}(): see tw.trackers.Tracker"
-            for name in ("begin", "log", "end")
-            if not callable(getattr(tracker, name, None))
-        ]
-    problems += _weight_problems(job) + _padding_problems(job) + _bounds_problems(job)
-    problems += _async_problems(job) + _rank_problems(job)
-    return problems
+        for name in ("begin", "log", "end"):
+            if not callable(getattr(tracker, name, None)):
+                yield f"trackers= has {type(tracker).__name__}, which has no {name}(): see tw.trackers.Tracker"
+    for check in (_weight_problems, _padding_problems, _bounds_problems, _async_problems, _rank_problems):
+        yield from check(job)
 
 
-def _schedule_problems(job: Job) -> list[str]:
+def _schedule_problems(job: Job) -> Iterator[str]:
     """Describe what is wrong with schedule=, and what its options lack."""
     training, schedules = job.training, job.training.schedules
-    problems = [function_problem("schedule", each) for each in schedules]
+    yield from (function_problem("schedule", each) for each in schedules)
     makes = takes_optimizer(training.schedule)
     if isinstance(training.schedule, tuple) and any(map(takes_optimizer, schedules)):
-        problems.append(
+        yield (
             "schedule= has a scheduler for one parameter group: torch's schedulers set the rates of all groups; give "
             "one function (optimizer) -> scheduler, such as lambda optimizer: LambdaLR(optimizer, [first, second])"
         )
     if training.schedule_by == "epoch" and not schedules:
-        problems.append('schedule_by="epoch" needs schedule=')
+        yield 'schedule_by="epoch" needs schedule='
     metric = training.schedule_metric
     if metric is None:
-        return problems
+        return
     known = ["loss", *job.metrics]
     if not makes:
-        problems.append(
+        yield (
             "schedule_metric= is for a scheduler: set schedule= to a function (optimizer) -> scheduler, such as "
             "partial(ReduceLROnPlateau, patience=3)"
         )
     if job.evaluate is None:
-        problems.append(f"schedule_metric={metric!r} is computed on the evaluation set: set evaluate=")
+        yield f"schedule_metric={metric!r} is computed on the evaluation set: set evaluate="
     if metric not in known:
-        problems.append(f"schedule_metric={metric!r} is not a metric of the job: {nearest(metric, known)}")
+        yield f"schedule_metric={metric!r} is not a metric of the job: {nearest(metric, known)}"
     if training.schedule_by == "epoch":
-        problems.append('schedule_metric= counts evaluations: leave schedule_by="epoch" out, and set evaluate_epochs=')
-    return problems
+        yield 'schedule_metric= counts evaluations: leave schedule_by="epoch" out, and set evaluate_epochs='
 
 
-def _rank_problems(job: Job) -> list[str]:
+def _rank_problems(job: Job) -> Iterator[str]:
     """Describe conflicts of what ranks keep, or see together, with their number or their micro-batches."""
-    problems, training = [], job.training
+    training = job.training
     if training.local_state and job.scaling.elastic:
-        problems.append(
-            "local_state= is kept by rank and cannot be redistributed: leave min_workers= and max_workers= out"
-        )
+        yield "local_state= is kept by rank and cannot be redistributed: leave min_workers= and max_workers= out"
     if training.batch_norm == "sync" and (training.accumulation or 1) > 1 and "batch_norm" not in training.inexact:
-        problems.append(
+        yield (
             f'batch_norm="sync" sees micro-batches, not the whole batch, with accumulation={training.accumulation}: '
             'leave accumulation= out, or accept the difference with inexact=("batch_norm",)'
         )
-    return problems
 
 
-def _weight_problems(job: Job) -> list[str]:
+def _weight_problems(job: Job) -> Iterator[str]:
     """Describe conflicts of sample weights, and of the reduction of a Keras loss."""
-    problems = []
     given = [name for name in ("sample_weight", "class_weight") if job.get(name)]
     if len(given) > 1:
-        problems.append("sample_weight= and class_weight= exclude each other: multiply the weights in a column")
+        yield "sample_weight= and class_weight= exclude each other: multiply the weights in a column"
     if given and job.training.step is not None:
-        problems.append(f"{given[0]}= cannot be used with step=: multiply the losses there, or return Terms")
+        yield f"{given[0]}= cannot be used with step=: multiply the losses there, or return Terms"
     if job.data.class_weight and len(job.target_names) != 1:
-        problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
+        yield "class_weight= needs one column of targets=, the class: weigh several with sample_weight="
     weight = job.training.weight
     if isinstance(weight, str) and job.training.step is None and weight not in job.target_names:
-        problems.append(f"weight={weight!r} is not in targets=: {nearest(weight, job.target_names)}")
+        yield f"weight={weight!r} is not in targets=: {nearest(weight, job.target_names)}"
     if has_sum_reduction(job.loss) and job.tensorflow.run == "step":
-        problems.append(
+        yield (
             'loss= has reduction="sum", and steps take the mean over the global batch: leave reduction= out and '
             'multiply the loss by batch_size, or use run="fit", which sums'
         )
-    return problems
 
 
-def _bounds_problems(job: Job) -> list[str]:
+def _bounds_problems(job: Job) -> Iterator[str]:
     """Describe contradictions between min_workers, workers, max_workers and on_loss."""
     named = [(name, job.get(name)) for name in ("min_workers", "workers", "max_workers")]
     given = [(name, value) for name, value in named if value is not None]
-    problems = [
-        f"{low}={least} is more than {high}={most}"
-        for (low, least), (high, most) in itertools.pairwise(given)
-        if least > most
-    ]
+    for (low, least), (high, most) in itertools.pairwise(given):
+        if least > most:
+            yield f"{low}={least} is more than {high}={most}"
     if job.recovery.on_loss == "shrink":
         least, most = job.scaling.min_workers, job.scaling.max_workers or job.scaling.workers
         if least is None:
-            problems.append('on_loss="shrink" needs min_workers=, the fewest workers that it may leave')
+            yield 'on_loss="shrink" needs min_workers=, the fewest workers that it may leave'
         elif least == most:
-            problems.append(f'on_loss="shrink" can leave out no worker: min_workers={least} are all of them')
-    return problems
+            yield f'on_loss="shrink" can leave out no worker: min_workers={least} are all of them'
 
 
-def _async_problems(job: Job) -> list[str]:
+def _async_problems(job: Job) -> Iterator[str]:
     """Describe conflicts between the options of asynchronous training."""
-    problems, planning, workers = [], job.planning, job.scaling.workers
+    planning, workers, unknown = job.planning, job.scaling.workers, False
     parsers: tuple[tuple[str, Callable[[str], object]], ...] = (
         (planning.consistency or "sync", Consistency.parse),
         (planning.wire or "full", GradientCompression.parse),
@@ -151,57 +135,47 @@ def _async_problems(job: Job) -> list[str]:
         try:
             parse(text)
         except PlanError as error:
-            problems.append(f"{error.what}: {error.remedy}")
-    if problems:
-        return problems
+            unknown = True
+            yield f"{error.what}: {error.remedy}"
+    if unknown:
+        return
     consistency = Consistency.parse(planning.consistency or "sync")
     if workers and consistency.backup >= workers:
-        problems.append(
-            f"consistency={planning.consistency!r} waits for none of workers={workers}: use a smaller backup="
-        )
+        yield f"consistency={planning.consistency!r} waits for none of workers={workers}: use a smaller backup="
     if planning.outer is not None and planning.local_steps == 1:
-        problems.append(f"outer={planning.outer!r} applies to several local steps: set local_steps=, or leave it out")
+        yield f"outer={planning.outer!r} applies to several local steps: set local_steps=, or leave it out"
     if planning.local_steps > 1 and consistency.scaled:
-        problems.append(
+        yield (
             'consistency="async(scaled)" scales the learning rate of an update, and the differences that local_steps= '
             'pushes have none: use "async"'
         )
     if planning.local_steps > 1 and consistency.backup:
-        problems.append(
-            "sync(backup=...) drops parts of a step, and local_steps= are whole steps: leave one of them out"
-        )
-    return problems
+        yield "sync(backup=...) drops parts of a step, and local_steps= are whole steps: leave one of them out"
 
 
-def _step_problems(job: Job) -> list[str]:
+def _step_problems(job: Job) -> Iterator[str]:
     """Describe what is missing or misplaced in a job with trainwright's own steps."""
-    problems = []
     if (job.loss is None) == (job.training.step is None):
-        problems.append("give either loss= with inputs= and targets=, or step=")
+        yield "give either loss= with inputs= and targets=, or step="
     if job.optimizer is None:
-        problems.append("optimizer= is missing")
+        yield "optimizer= is missing"
     if isinstance(job.optimizer, Mapping):
-        problems += _turn_problems(job)
+        yield from _turn_problems(job)
     if not (job.loss or job.training.step or job.optimizer):
-        problems.append(
-            'where model() returns a compiled Keras model, run="fit" trains it with its own loss and optimizer'
-        )
-    return problems
+        yield 'where model() returns a compiled Keras model, run="fit" trains it with its own loss and optimizer'
 
 
-def _turn_problems(job: Job) -> list[str]:
+def _turn_problems(job: Job) -> Iterator[str]:
     """Describe what is missing or contradictory in a job with several optimizers."""
-    problems = []
     if not job.optimizer:
-        problems.append("optimizer= is empty: give an optimizer, or the name of a module -> its optimizer")
+        yield "optimizer= is empty: give an optimizer, or the name of a module -> its optimizer"
     if job.training.step is None:
-        problems.append("several optimizers need step=, which yields the name of one and a loss, in turn")
+        yield "several optimizers need step=, which yields the name of one and a loss, in turn"
     if job.training.precision == "fp16":
-        problems.append('several optimizers have no loss scale for precision="fp16": use bf16 or fp32')
-    return problems
+        yield 'several optimizers have no loss scale for precision="fp16": use bf16 or fp32'
 
 
-def _fit_problems(job: Job) -> list[str]:
+def _fit_problems(job: Job) -> Iterator[str]:
     """Describe options that Keras' fit does not have, and what to use instead."""
     instead = {
         "step": "override train_step() of the model",
@@ -221,22 +195,19 @@ def _fit_problems(job: Job) -> list[str]:
         "on_spike": 'run="fit" cannot skip a batch: leave out run= or this option',
         "on_oom": "TensorFlow's processes keep their plan: leave it out",
     }
-    return [
-        f'{name}= cannot be used with run="fit": {remedy}'
-        for name, remedy in instead.items()
-        if job.get(name) != job.default(name)
-    ]
+    for name, remedy in instead.items():
+        if job.get(name) != job.default(name):
+            yield f'{name}= cannot be used with run="fit": {remedy}'
 
 
-def _padding_problems(job: Job) -> list[str]:
+def _padding_problems(job: Job) -> Iterator[str]:
     """Describe conflicts between inputs, pad and collate."""
-    problems = [f"inputs={name!r} is not a valid argument name" for name in job.keywords if not name.isidentifier()]
+    yield from (f"inputs={name!r} is not a valid argument name" for name in job.keywords if not name.isidentifier())
     if job.data.pad and job.data.collate:
-        problems.append("collate= replaces pad=: give one of them")
+        yield "collate= replaces pad=: give one of them"
     used = set(job.data.collation.sources((*job.arguments, *job.target_names)))
     for name in job.data.pad if job.training.step is None and used else ():
         if name not in used:
-            problems.append(f"pad={name!r} is neither an input nor a target: {nearest(name, used)}")
+            yield f"pad={name!r} is neither an input nor a target: {nearest(name, used)}"
         elif name + MASK_SUFFIX in job.data.pad:
-            problems.append(f"pad={name + MASK_SUFFIX!r} is the name of the mask of {name!r}: rename the column")
-    return problems
+            yield f"pad={name + MASK_SUFFIX!r} is the name of the mask of {name!r}: rename the column"
