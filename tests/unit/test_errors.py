@@ -11,7 +11,7 @@ import ray.exceptions
 
 import trainwright as tw
 from trainwright.cli.plan_commands import with_option_names
-from trainwright.core.errors import JobError, ResourceError, RunConflict, UserCodeError
+from trainwright.core.errors import JobError, ResourceError, RunConflict, UserCodeError, user_code
 from trainwright.ray_cluster import discovery
 from trainwright.runtime import launch
 
@@ -111,3 +111,12 @@ def test_ray_that_does_not_start_in_time_says_so_and_where_its_logs_are(monkeypa
     with pytest.raises(ResourceError, match="Ray did not start on this machine: The current node timed out") as caught:
         discovery.connect()
     assert "load" in caught.value.where and "logs" in caught.value.remedy
+
+
+def test_the_traceback_of_user_code_has_no_frame_of_ours() -> None:
+    def mistake() -> None:
+        raise KeyError("label")
+
+    with pytest.raises(UserCodeError, match="loss= raised KeyError") as caught, user_code("loss=", "correct it"):
+        mistake()
+    assert caught.value.detail.count("File ") == 1 and "in mistake" in caught.value.detail
