@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, PeakMemory, StepReport, copy_objects
-from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
+from trainwright.core.errors import DataError, JobError, nearest, user_code
 from trainwright.core.initial_weights import InitialWeights, WeightSource
-from trainwright.core.loss_api import step_keywords, with_step
+from trainwright.core.loss_api import parameters_of, step_keywords, with_step
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
@@ -248,15 +248,8 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
     shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
     where = f"samples {shown}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
     columns = copy_objects(batch.columns)
-    try:
+    with user_code("collate=", "correct the function, or the rows it was given", where):
         result = function(columns)
-    except Exception as error:
-        raise UserCodeError(
-            f"collate= raised {type(error).__name__}: {error}",
-            where=where,
-            remedy="correct the function, or the rows it was given",
-            detail=user_traceback(error),
-        ) from None
     if not isinstance(result, Mapping):
         raise DataError(
             f"collate= returned a {type(result).__name__}",
@@ -315,7 +308,7 @@ class ModelSpec:
     sample_weight: str = ""  # column that the losses of each sample are multiplied by; empty for none
     # class -> what the losses of its samples are multiplied by in training; 1 for others
     class_weight: Mapping[int, float] = field(default_factory=dict)
-    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"  # `auto`, `eager`, `xla` or `inductor`
+    compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     # applied to each micro-batch before its columns become tensors
     collation: Collation = field(default_factory=Collation)
     # name -> (outputs, targets) -> (samples,) or Terms; or what makes a metric with state
@@ -366,29 +359,28 @@ class ModelSpec:
             problems.append(f"several optimizers need {whole}")
         if self.local_state and not capabilities.local_state:
             problems.append(f"local_state= needs {whole}")
-        if not capabilities.torch_training and (isinstance(self.schedule, tuple) or takes_optimizer(self.schedule)):
-            problems.append(
-                "schedule= with a scheduler, or with a function for each parameter group, needs a torch model and no "
-                "parameter servers: give one function (step, total_steps) -> factor, or Keras' optimizer a "
-                "LearningRateSchedule"
-            )
-        if not capabilities.torch_training and self.weight_average is not None:
-            problems.append(
-                "weight_average= needs a torch model and no parameter servers: leave it out; Keras' optimizers have "
-                "use_ema="
-            )
-        if not capabilities.torch_training and (names := self._step_keywords):
-            given = "step=" if self.step else "loss="
-            problems.append(
-                f"{given} takes {names[0]}=, which needs a torch model and no parameter servers: leave it out, and "
-                "count steps in a variable of the model"
-            )
-        if not capabilities.torch_training and not self.save_frozen:
-            problems.append("save_frozen=False needs a torch model and no parameter servers: leave it out")
-        if not capabilities.torch_training and self.initial_weights is not None:
-            problems.append("initial_weights= needs a torch model and no parameter servers: load them in model()")
+        if not capabilities.torch_training:
+            problems += self._torch_problems()
         if problems:
             raise JobError(problems)
+
+    def _torch_problems(self) -> Iterator[str]:
+        """Describe options that need the capability `torch_training`."""
+        needs = "needs a torch model and no parameter servers"
+        if isinstance(self.schedule, tuple) or takes_optimizer(self.schedule):
+            yield (
+                f"schedule= with a scheduler, or with a function for each parameter group, {needs}: give one function "
+                "(step, total_steps) -> factor, or Keras' optimizer a LearningRateSchedule"
+            )
+        if self.weight_average is not None:
+            yield f"weight_average= {needs}: leave it out; Keras' optimizers have use_ema="
+        if names := self._step_keywords:
+            given = "step=" if self.step else "loss="
+            yield f"{given} takes {names[0]}=, which {needs}: leave it out, and count steps in a variable of the model"
+        if not self.save_frozen:
+            yield f"save_frozen=False {needs}: leave it out"
+        if self.initial_weights is not None:
+            yield f"initial_weights= {needs}: load them in model()"
 
     def numbered(self, function: Callable[..., Any], step: int) -> Callable[..., Any]:
         """Return the loss or step, or what calls it, with the numbers that it takes after `step` completed steps."""
@@ -409,11 +401,9 @@ class ModelSpec:
         return max(1, self.total_steps // self.epochs)
 
     def make_optimizer(self, named: Sequence[tuple[str, Any]], key: str = "") -> Any:
-        """Return the job's optimizer for these names and parameters. Raises what the user's function raises.
+        """Return the job's optimizer, or the one of `key`, for these full names and parameters.
 
-        Args:
-            named: full names and parameters.
-            key: of the optimizer, where the job has several.
+        Raises what the user's function raises.
         """
         function = self.optimizer[key] if isinstance(self.optimizer, Mapping) else self.optimizer
         assert function is not None, "only a job with run='fit' may leave it out"
@@ -458,20 +448,14 @@ def schedule_by_epoch(
 
 def with_batch_size(schedule: Callable[..., float], batch_size: int) -> Callable[[int, int], float]:
     """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
-    try:
-        wanted = inspect.signature(schedule).parameters.get("batch_size")
-    except (TypeError, ValueError):  # of a function that is not Python's
-        return schedule
+    wanted = parameters_of(schedule).get("batch_size")
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
     return functools.partial(schedule, batch_size=batch_size) if open_keyword else schedule
 
 
 def _positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters that can be given by place; none for a function that is not Python's."""
-    try:
-        known = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
+    known = parameters_of(function).values()
     return [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, _ANY_NUMBER)]
 
 

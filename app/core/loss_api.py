@@ -84,12 +84,7 @@ def _names_targets_first(function: Callable[..., Any]) -> bool:
 
 
 def order_problem(what: str, function: Callable[..., Any]) -> str:
-    """Return why the order of a Keras model's loss or metric is not known; empty where it is.
-
-    Args:
-        what: name of the function in the job.
-        function: a loss or metric.
-    """
+    """Return why the order of a Keras model's loss or metric, named `what` in the job, is not known; empty if it is."""
     if takes_targets_first(function):
         return ""
     first, second = _first_names(function)
@@ -101,16 +96,16 @@ def order_problem(what: str, function: Callable[..., Any]) -> str:
 
 def _first_names(function: Callable[..., Any]) -> tuple[str, str]:
     """Return the names of the first two positional parameters, each empty where there is none."""
-    parameters = _parameters(function).values()
+    parameters = parameters_of(_called(function)).values()
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
     first, second = [*names, "", ""][:2]
     return first, second
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a loss, metric or step; none for a function that is not Python's."""
+def parameters_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none for one that is not Python's."""
     try:
-        return inspect.signature(_called(function)).parameters
+        return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
     except (TypeError, ValueError):
         return {}
 
@@ -186,10 +181,7 @@ def _takes(function: Any, name: str) -> bool:
     if isinstance(function, functools.partial) and not hasattr(function, "__wrapped__"):
         return name not in function.keywords and _takes(function.func, name)
     function = _called(function)
-    try:
-        known = inspect.signature(function, follow_wrapped=False).parameters
-    except (TypeError, ValueError):
-        return False
+    known = parameters_of(function, follow_wrapped=False)
     if own := known.get(name):
         meant = own.default in (own.empty, None) or (type(own.default) is int and (name != "step" or own.default == 0))
         return own.kind is own.KEYWORD_ONLY and meant
@@ -198,13 +190,7 @@ def _takes(function: Any, name: str) -> bool:
 
 
 def with_step(function: Callable[..., Any], names: Collection[str], step: int, total_steps: int) -> Callable[..., Any]:
-    """Return a loss or step with the numbers that it takes.
-
-    Args:
-        names: what `step_keywords` gives for it.
-        step: completed steps of the run.
-        total_steps: steps of the whole run.
-    """
+    """Return a loss or step with the numbers that it takes: `names` of `step_keywords`."""
     numbers = {"step": step, "total_steps": total_steps}
     return functools.partial(function, **{name: numbers[name] for name in names}) if names else function
 
