@@ -19,9 +19,6 @@ class Backoff:
 
     Args:
         total_s: no pause ends later than this after the start.
-        clock: returns seconds, from any origin.
-        sleep: waits for some seconds.
-        jitter: returns numbers in [0, 1).
 
     Attributes:
         attempts: how many failed attempts `wait` was called for.

@@ -43,11 +43,7 @@ _REMEDY = "training continues from the checkpoint before it; to use this one, re
 
 
 class CheckpointWriter:
-    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.engine.StateWriter`.
-
-    Args:
-        path: the checkpoint's folder within the run.
-    """
+    """Writes the files of a checkpoint, and records their sizes and checksums. Implements `core.engine.StateWriter`."""
 
     def __init__(self, store: Store, run: str, path: str) -> None:
         self._store, self._folder = store, f"{run}/{path}"
@@ -71,19 +67,16 @@ class CheckpointWriter:
             self._entries[name] = None
         with ThreadPoolExecutor(1) as pool:
             summing = pool.submit(_sha256, flat)
-            self._put(name, flat)
+            try:
+                self._store.put(f"{self._folder}/{name}", *flat)
+            except StoreDown:
+                raise  # it would not delete either
+            except StorageError as error:
+                self._take_back(error)
+                raise
         size_bytes = sum(piece.nbytes for piece in flat)
         with self._lock:
             self._entries[name] = CheckpointFile(name=name, size_bytes=size_bytes, sha256=summing.result())
-
-    def _put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        try:
-            self._store.put(f"{self._folder}/{name}", *pieces)
-        except StoreDown:
-            raise  # it would not delete either
-        except StorageError as error:
-            self._take_back(error)
-            raise
 
     def _take_back(self, error: StorageError) -> None:
         with self._lock:

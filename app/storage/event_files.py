@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from trainwright.core.events import Event, Formed, Noted, from_json
@@ -115,11 +116,7 @@ def _gzip_members(data: bytes) -> Iterator[bytes]:
 
 
 class EventReader:
-    """Reads each event of a run once. Call `read` again for newer events.
-
-    Args:
-        covered: batches to skip.
-    """
+    """Reads each event of a run once, without the batches `covered`. Call `read` again for newer events."""
 
     def __init__(self, store: Store, run: str, covered: _CoveredBatches | None = None) -> None:
         self._store, self._run = store, run
@@ -273,9 +270,9 @@ class SummaryReader:
         newest = max(self.covered, default=0)
         try:
             for batch in reader.batches():
-                if batch.token < newest:  # a late batch of an older driver belongs before later ones
-                    self._summary, self.covered = _summarize_all(self._store, self._run)
-                    return self._summary
+                if batch.token < newest:  # a late batch of an older driver belongs before later ones: from the first
+                    self._summary, self.covered = RunSummary(), {}
+                    return self.read()
                 for event in _parse_batch(batch):
                     self._summary.add(event)
         except BaseException:
@@ -309,22 +306,11 @@ def _stored(store: Store, run: str, name: str) -> _StoredSummary:
         return _StoredSummary(RunSummary(), {})
 
 
-def _summarize_all(store: Store, run: str) -> _StoredSummary:
-    """Summarize all events, from the first."""
-    summary, reader = RunSummary(), EventReader(store, run)
-    for event in reader.read():
-        summary.add(event)
-    return _StoredSummary(summary, reader.covered)
-
-
 class EventCompactor:
     """Packs the event batches of a run into few files, and stores the summaries.
 
     A new packed file includes the preceding ones that are not larger. So the number of files, and how often each byte
     is rewritten, grow with the logarithm of the number of batches. Covered files are deleted a minute later.
-
-    Args:
-        clock: returns seconds, from any origin.
     """
 
     def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -335,8 +321,9 @@ class EventCompactor:
     def compact(self) -> None:
         """Pack, store the summaries, delete. Raises StorageError, after which all events can still be read."""
         files = _files_to_read(self._trusted(find_event_files(self._store, self._run)), {})
-        for loose in _consecutive_files([file for file in files if not file.packed]):
-            self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
+        loose = enumerate(file for file in files if not file.packed)
+        for (token, _), run in groupby(loose, lambda item: (item[1].token, item[1].first - item[0])):
+            self._pack([file for _, file in run], [file for file in files if file.packed and file.token == token])
         reader = SummaryReader(self._store, self._run)
         summary, covered = reader.read(), reader.covered
         for name, part in ((SUMMARY_FILE, summary), (BRIEF_FILE, summary.brief)):
@@ -402,15 +389,3 @@ def _overlap(file: _EventFile, other: _EventFile) -> bool:
 def _contains(file: _EventFile, other: _EventFile) -> bool:
     """Return whether a file has all batches of another."""
     return other.token == file.token and file.first <= other.first and file.last >= other.last
-
-
-def _consecutive_files(files: Iterable[_EventFile]) -> list[list[_EventFile]]:
-    """Group consecutive files of one driver; the files are in order."""
-    found: list[list[_EventFile]] = []
-    for file in files:
-        before = found[-1][-1] if found else None
-        if before is not None and (before.token, before.last + 1) == (file.token, file.first):
-            found[-1].append(file)
-        else:
-            found.append([file])
-    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol, Self
 
-from trainwright.core.errors import StorageError, TrainwrightError
+from trainwright.core.errors import StorageError, headline
 from trainwright.core.events import (
     CheckpointSkipped,
     Event,
@@ -140,9 +140,7 @@ class EventLog:
     `close`. All methods may be called from any thread.
 
     Args:
-        clock: returns seconds since the epoch.
         flush_s: seconds between batches of a young run.
-        backlog: makes an `EventBuffer`.
         compact: merges the files in storage into few; called on the background thread.
     """
 
@@ -241,7 +239,7 @@ class EventLog:
     def _report_failing(self, error: Exception) -> None:
         if not self._failing:
             self._failing = True
-            self._note(f"events cannot be written to storage: {_reason(error)}; they are kept and tried again")
+            self._note(f"events cannot be written to storage: {headline(error)}; they are kept and tried again")
 
     def _report_dropping(self) -> None:
         """Report once that events are dropped; how many is reported when storage works again."""
@@ -360,11 +358,7 @@ class _CompactionSchedule:
             except (StorageError, OSError) as error:
                 if not self._failed:
                     self._failed = True
-                    self._note(f"events in storage cannot be compacted: {_reason(error)}; they stay as they are")
-
-
-def _reason(error: Exception) -> str:
-    return error.what if isinstance(error, TrainwrightError) else str(error)
+                    self._note(f"events in storage cannot be compacted: {headline(error)}; they stay as they are")
 
 
 def _loss_message(steps: int, lesser: int) -> str:

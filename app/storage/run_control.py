@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from trainwright.core.errors import RunConflict, StorageError, nearest
 from trainwright.storage.object_store import Store
-from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive, stop_request_path
+from trainwright.storage.run_log import RunLog, WaitFunction, owner_alive, owners_alive, stop_request_path
 
 _POLL_S = 1.0
 
@@ -24,7 +24,8 @@ def request_stop(store: Store, run: str, *, now: bool = False, wait: WaitFunctio
         RunConflict: no driver is alive.
         StorageError: the store cannot be used, or there is no such run.
     """
-    head = _head(store, run)
+    check_run(store, run)
+    head = RunLog(store, run).head()
     if head is None or not owner_alive(store, run, head, careful=True, wait=wait):
         state = "its driver is gone" if head is None or head.owned else f"it is {head.outcome}"
         raise RunConflict(
@@ -116,8 +117,3 @@ def check_run(store: Store, run: str) -> None:
 
 def _option(store: Store) -> str:
     return f"--storage {store.uri_of('')}"
-
-
-def _head(store: Store, run: str) -> LogEntry | None:
-    check_run(store, run)
-    return RunLog(store, run).head()

@@ -341,10 +341,6 @@ class RunLog:
 
     Attributes:
         torn: numbers after the newest entry whose files are torn.
-
-    Args:
-        clock: returns monotonic seconds, for time limits.
-        now: returns seconds since the epoch, for messages.
     """
 
     def __init__(
