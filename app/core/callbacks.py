@@ -80,7 +80,12 @@ class CallbackContext:
         Raises:
             JobError: it is no text, or has more than 100,000 characters; or the name was logged in this call.
         """
-        self._log(name, text=_checked_text(name, text))
+        if not isinstance(text, str):
+            raise JobError([f"log_text({name!r}): give a str, not {type(text).__name__}"])
+        if len(text) > _MAX_CHARACTERS:
+            what = f"{len(text):,} characters are more than {_MAX_CHARACTERS:,}"
+            raise JobError([f"log_text({name!r}): {what}: log a part"])
+        self._log(name, text=redact(text.encode(errors="replace").decode()))  # in characters that UTF-8 has
 
     def _log(self, name: str, **content: Any) -> None:
         if not isinstance(name, str) or not name.strip():
@@ -138,12 +143,7 @@ class Callbacks:
         self._call("after_evaluation", step, metrics)
 
     def after_checkpoint(self, step: int, uri: str) -> None:
-        """Call what follows a committed checkpoint, once for each. Raises UserCodeError.
-
-        Args:
-            step: of the checkpoint.
-            uri: of its folder.
-        """
+        """Call what follows a committed checkpoint, once for each. Raises UserCodeError."""
         if uri not in self._checkpoints:
             self._call("after_checkpoint", step, {}, uri)
             self._checkpoints.add(uri)
@@ -201,15 +201,6 @@ _MAX_IMAGE_BYTES, _MAX_CHARACTERS = 4 << 20, 100_000
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by channels
 
 
-def _checked_text(name: str, text: Any) -> str:
-    """Return the text, without secrets and in characters that UTF-8 has. Raises JobError."""
-    if not isinstance(text, str):
-        raise JobError([f"log_text({name!r}): give a str, not {_kind(text)}"])
-    if len(text) > _MAX_CHARACTERS:
-        raise JobError([f"log_text({name!r}): {len(text):,} characters are more than {_MAX_CHARACTERS:,}: log a part"])
-    return redact(text.encode(errors="replace").decode())
-
-
 def encode_image(name: str, image: Any) -> dict[str, Any]:
     """Return the fields `image` (PNG), `width` and `height` of a MediaLogged. Raises JobError."""
     try:
@@ -250,7 +241,7 @@ def _from_array(name: str, image: Any, pillow: Any) -> Any:
     if pixels.dtype == object or pixels.ndim != 3 or pixels.shape[2] not in _MODES or not pixels.size:
         shape = f" of shape {tuple(np.shape(image))}" if hasattr(image, "shape") else ""
         wanted = "(height, width), (height, width, 1, 3 or 4) or (1, 3 or 4, height, width)"
-        raise JobError([f"log_image({name!r}): {_kind(image)}{shape} is not an image: give an array {wanted}"])
+        raise JobError([f"log_image({name!r}): {type(image).__name__}{shape} is not an image: give an array {wanted}"])
     if np.issubdtype(pixels.dtype, np.floating):
         least, most = pixels.min(), pixels.max()
         if not (least >= -1e-6 and most <= 1 + 1e-6):
@@ -263,7 +254,3 @@ def _from_array(name: str, image: Any, pillow: Any) -> Any:
         raise JobError([f"log_image({name!r}): numbers are {pixels.dtype}: give uint8, or floats from 0 to 1"])
     pixels = np.ascontiguousarray(pixels)
     return pillow.frombytes(_MODES[pixels.shape[2]], (pixels.shape[1], pixels.shape[0]), pixels.tobytes())
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

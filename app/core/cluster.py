@@ -129,6 +129,7 @@ def _tpu(
 
 _AMPERE = {"fp16": 312, "bf16": 312, "tf32": 156, "fp32": 19.5}
 _HOPPER = {"fp16": 989, "bf16": 989, "tf32": 494, "fp32": 67}
+_BLACKWELL = {"fp16": 2250, "bf16": 2250, "tf32": 1125, "fp32": 75}
 _since_hopper = partial(_nvidia, sustained=0.78, attention=0.56)
 _BUILT_IN = (
     _nvidia("P40-24GB", 22.38, {"fp32": 11.8}, 346, 16, 1.25, node=8),
@@ -164,27 +165,9 @@ _BUILT_IN = (
         price=(27.447, 10.59),
         aliases=("A100", "A100-SXM4-80GB", "A100-80G"),
     ),
-    _since_hopper(
-        "H100-80GB",
-        79.1,
-        _HOPPER,
-        3352,
-        450,
-        50,
-        price=(55.04, 31.04),
-        aliases=("H100", "H100-80GB-HBM3"),
-    ),
+    _since_hopper("H100-80GB", 79.1, _HOPPER, 3352, 450, 50, price=(55.04, 31.04), aliases=("H100", "H100-80GB-HBM3")),
     _since_hopper("H200-141GB", 139.8, _HOPPER, 4800, 450, 50, price=(63.296, 19.54), aliases=("H200",)),
-    _since_hopper(
-        "B200-180GB",
-        178.3,
-        {"fp16": 2250, "bf16": 2250, "tf32": 1125, "fp32": 75},
-        7700,
-        900,
-        50,
-        price=(113.93, 19.09),
-        aliases=("B200",),
-    ),
+    _since_hopper("B200-180GB", 178.3, _BLACKWELL, 7700, 900, 50, price=(113.93, 19.09), aliases=("B200",)),
     _tpu("TPU-V3", 32, 123, 900, 82, (8.00, 2.04), ("TPU-v3",)),
     _tpu("TPU-V4", 32, 275, 1228, 150, (12.88, 3.69), ("TPU-v4",)),
     _tpu("TPU-V5E", 16, 197, 819, 100, (4.80, 0.98), ("TPU-V5LITEPOD", "TPU-v5e")),

@@ -100,10 +100,6 @@ class KerasMetric:
     """A metric of Keras with the methods of other metrics with state.
 
     It is pickled as what makes it, a row, by which another process makes its variables, and their values.
-
-    Args:
-        make: makes the metric.
-        made: one that was made.
     """
 
     def __init__(self, make: Callable[[], Any], made: Any) -> None:
@@ -213,7 +209,7 @@ def compute_states(sums: MetricSums) -> MetricSums:
         with user_code(what, _REMEDY):
             merged = _merged(what, [pickling.loads(piece) for piece in pieces])
             if hasattr(merged, "distributed_available_fn"):  # torchmetrics would merge with all processes once more
-                merged.distributed_available_fn = _never
+                merged.distributed_available_fn = lambda: False
             value = merged.compute()
         try:
             values[name] = (float(value), 1.0)
@@ -256,7 +252,3 @@ def _merge_torchmetrics(what: str, first: Any, others: Sequence[Any]) -> None:
                 raise JobError([f"{what} keeps {state!r}, which is not a sum, minimum, maximum or list over samples: "
                                 "use a metric with such states, or one with merge(other)"])  # fmt: skip
             setattr(first, state, merge(one, more))
-
-
-def _never() -> bool:
-    return False

@@ -595,13 +595,7 @@ def assign_nodes(mesh: Mesh, rooms: Sequence[int], devices: int = 1) -> tuple[in
 
 
 def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tuple[int, ...]:
-    """Return the slot of each worker: a permutation, the identity on a single node.
-
-    Args:
-        mesh: degrees.
-        nodes: of each place; as many as there are workers.
-        devices: ranks of a worker.
-    """
+    """Return the slot of each worker, given the node of each slot: a permutation, the identity on a single node."""
     free: dict[Hashable, list[int]] = {}
     for place, node in enumerate(nodes):
         free.setdefault(node, []).append(place)
@@ -610,11 +604,7 @@ def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tup
 
 
 def slots_per_node(capacities: Sequence[int], count: int, *, close: bool) -> tuple[int, ...]:
-    """Return how many slots each node gets: evenly over the fewest nodes if `close`, else over all.
-
-    Args:
-        capacities: how many each node could hold.
-    """
+    """Return how many slots each node gets: evenly over the fewest nodes if `close`, else over all."""
     largest = sorted(range(len(capacities)), key=lambda node: -capacities[node])
     if close:
         held = accumulate(capacities[node] for node in largest)

@@ -44,23 +44,19 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Remove secrets of the environment, plain or quoted by JSON and Python, and passwords in addresses."""
-    return _hidden(text, _secrets(environment))
+    return _hidden(text, _secrets(tuple(environment.items())))
 
 
 def redact_json(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Remove secrets from the strings of a JSON document, which stays valid."""
-    found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
+    found = [secret for secret in _secrets(tuple(environment.items())) if json.dumps(secret)[1:-1] in text]
     told = found or _ADDRESS.search(text) or _QUERY.search(text)
     return json.dumps(_rewritten(json.loads(text), found)) if told else text
 
 
-def _secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return secrets, the longest first, so that none is replaced in part."""
-    return _secrets_of_all(tuple(environment.items()))
-
-
 @lru_cache(maxsize=1)  # a job has hundreds of texts, and the environment rarely changes between two of them
-def _secrets_of_all(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+def _secrets(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Return secrets, the longest first, so that none is replaced in part."""
     values = [value for item in variables for value in _secrets_of(*item) if len(value) >= _LEAST]
     quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
     return tuple(sorted(dict.fromkeys(quoted), key=len, reverse=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -80,7 +80,11 @@ class SoftLoss(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SoftLoss:
-        problems = [*self._idle(), *self._of_values()]
+        problems = []
+        if self.alpha == 1.0 and not self.matches:
+            problems.append("alpha=1 leaves nothing to learn from a teacher: use less than 1, or matches=")
+        if self.kind == "regression":
+            problems += self._of_values()
         if self.weights and self.combine != "fixed":
             problems.append(f'weights= are those of combine="fixed": leave them out for combine={self.combine!r}')
         if self.weights and not sum(self.weights.values()):
@@ -102,20 +106,11 @@ class SoftLoss(StrictModel):
             raise JobError([f"weights= give none to {', '.join(teachers)}: give one of them a weight"])
         return tuple(weight / total for weight in given)
 
-    def _idle(self) -> list[str]:
-        if self.alpha == 1.0 and not self.matches:
-            return ["alpha=1 leaves nothing to learn from a teacher: use less than 1, or matches="]
-        return []
-
-    def _of_values(self) -> list[str]:
+    def _of_values(self) -> Iterator[str]:
         """Describe options that regression does not use."""
-        if self.kind != "regression":
-            return []
-        problems = []
         if "temperature" in self.model_fields_set:
-            problems.append("temperature= is for logits: leave it out for kind='regression'")
+            yield "temperature= is for logits: leave it out for kind='regression'"
         if isinstance(self.divergence, str) and self.divergence != "mse" and "divergence" in self.model_fields_set:
-            problems.append(f'divergence={self.divergence!r} is for logits: use "mse" or a function in regression')
+            yield f'divergence={self.divergence!r} is for logits: use "mse" or a function in regression'
         if self.combine == "confidence" and self.alpha == 0:
-            problems.append("combine='confidence' needs a hard loss in regression: values have no entropy")
-        return problems
+            yield "combine='confidence' needs a hard loss in regression: values have no entropy"

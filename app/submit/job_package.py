@@ -18,19 +18,8 @@ from trainwright.core.errors import JobError, ResourceError
 
 _FOLDER_BYTES = 500 << 20  # of the files: the archive is built in memory
 _ARCHIVE_BYTES = 100 << 20  # of the archive: `DASHBOARD_CLIENT_MAX_SIZE` of Ray's dashboard
-_EXCLUDED = frozenset(
-    (
-        ".git",
-        ".hg",
-        ".venv",
-        "venv",
-        "__pycache__",
-        "node_modules",
-        ".ipynb_checkpoints",
-        ".mypy_cache",
-        ".pytest_cache",
-    )
-)
+_CACHES = ("__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache")
+_EXCLUDED = frozenset((".git", ".hg", ".venv", "venv", "node_modules", *_CACHES))
 _CREDENTIALS = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc", ".htpasswd",
     ".git-credentials", ".dockercfg", ".boto", ".s3cfg", "credentials.json", "client_secret*.json",

@@ -57,17 +57,14 @@ class _Client(JobSubmissionClient):
         """
         limits = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
         connecting = aiohttp.ClientSession(headers=self._headers, cookies=self._cookies, timeout=limits, trust_env=True)
+        tls = True if self._ssl_context is None else self._ssl_context
         async with (
             connecting as session,
-            session.ws_connect(self._address + path, ssl=self._tls, max_msg_size=0, timeout=_CLOSING) as stream,
+            session.ws_connect(self._address + path, ssl=tls, max_msg_size=0, timeout=_CLOSING) as stream,
         ):
             with contextlib.suppress(TimeoutError):
                 while (message := await stream.receive(timeout=_SILENCE_S)).type == aiohttp.WSMsgType.TEXT:
                     yield message.data
-
-    @property
-    def _tls(self) -> Any:
-        return True if self._ssl_context is None else self._ssl_context
 
 
 class JobServer:
@@ -302,9 +299,6 @@ _POLL_S = 5.0  # between two requests for the whole log
 
 class LogDisplay:
     """Shows the lines of a job's log, without Ray's own lines unless `verbose` is set.
-
-    Args:
-        verbose: also show Ray's lines.
 
     Attributes:
         trainwright_missing: whether a line said that the cluster's Python has no trainwright.
