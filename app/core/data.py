@@ -175,7 +175,7 @@ class StepReport:
     logged: MetricSums = field(default_factory=MetricSums)  # sums of the values of `tw.log` over the global batch
     # what this rank took before it waited for others; None where the engine cannot tell
     own_s: float | None = field(default=None, compare=False)
-    # seconds of a late step, this one or one shortly before, by phase (see `core.step_phases`); None where none was
+    # seconds of a late step, this one or one shortly before, by phase (see `STEP_PHASES`); None where none was
     # measured
     phases: Mapping[str, float] | None = field(default=None, compare=False)
     # of the gradients of such a step; None where none was sampled
@@ -301,14 +301,10 @@ class NoiseScale:
 
 
 class NoiseScaleAverage:
-    """Exponential averages of both estimates, and the interval of their ratio from their scatter.
-
-    Attributes:
-        count: steps taken so far.
-    """
+    """Exponential averages of both estimates, and the interval of their ratio from their scatter."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # steps taken so far
         self._weight = self._squares = 0.0  # sums of the samples' weights, and of their squares
         self._sums: tuple[float, ...] = (0.0,) * 6  # weighted, of trace, square, their products and the batch
 

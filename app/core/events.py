@@ -219,7 +219,7 @@ class Formed(Event):
     survivors: int = 0
     seconds: float = 0.0  # since the failure, or since the run was acquired
     steps_lost: int = 0  # completed steps that must be done again
-    nodes: dict[str, str] = field(default_factory=dict)  # see `core.arranging.ranges_of`
+    nodes: dict[str, str] = field(default_factory=dict)  # see `core.plan.ranks_by_node`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +263,7 @@ class Steps(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetched(Event):
-    """How far data is prefetched; see `core.data.Prefetch`."""
+    """How far data is prefetched; see `core.data.PrefetchDepth`."""
 
     chunks: int = 0
     chunk_steps: int = 0
@@ -277,11 +277,11 @@ class Measured(Event):
     step: int = 0
     steps: int = 0
     workers: int = 0  # the world size that it was measured with
-    # seconds by phase of the rank that the others wait for; see `core.phases`
+    # seconds by phase of the rank that the others wait for; see `core.data.PhaseTimes`
     phases: dict[str, float] = field(default_factory=dict)
     data_s: float = 0.0  # that it waited for data
     sampled: int = 0  # steps whose gradients were looked at for their noise
-    # the noise scale, fields of `core.noise.Noise`; empty while it cannot be trusted
+    # the noise scale, fields of `core.data.NoiseScale`; empty while it cannot be trusted
     noise: dict[str, float] = field(default_factory=dict)
 
 
@@ -445,7 +445,7 @@ class MediaLogged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Event):
-    """Students were compared with their teachers: facts of `scorecard.Verdict`, and the conclusion."""
+    """Students were compared with their teachers: facts of `reporting.scorecard.Scorecard`, and the conclusion."""
 
     text: str = ""
     verdict: dict[str, Any] = field(default_factory=dict)

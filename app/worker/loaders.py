@@ -29,7 +29,7 @@ class RankStreams:
     job: Job
     order: WorkerConfig
     accumulation: int  # micro-batches of a data rank, for evaluation too, so that it takes no more memory
-    static_shapes: bool  # see `core.group.Capabilities`
+    static_shapes: bool  # see `core.topology.Capabilities`
     # quarantine, evaluate_quarantine: take unreadable samples, if the job skips them
     quarantine: Quarantine
     evaluate_quarantine: Quarantine

@@ -74,7 +74,7 @@ class LayerOutputModel(keras.Model):  # type: ignore[misc]
 
     Args:
         model: with its variables.
-        layers: name of the output -> layer, as in `core.loss_api.Match`.
+        layers: name of the output -> layer, as in `core.soft_loss.Match`.
 
     Raises:
         JobError: there is no such layer; in a call: the layer did not run, or its output has no such item.

@@ -87,7 +87,7 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
     """Return the model with the outputs of some modules beside its own; its state keeps its names.
 
     Args:
-        layers: name of the output -> layer, as in `core.loss_api.Match`. Of one that is called several times it is
+        layers: name of the output -> layer, as in `core.soft_loss.Match`. Of one that is called several times it is
             the last.
 
     Raises:
