@@ -49,7 +49,6 @@ class PullCall(_Header):
     """A worker asks for parameters."""
 
     do: Literal["pull"]
-    worker: _Name  # name of the worker
     needs: _Integer  # rounds whose updates the parameters must hold
     have: tuple[_Integer, _Integer]  # filling and version that the worker has
 

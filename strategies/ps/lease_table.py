@@ -15,8 +15,8 @@ from typing import NamedTuple
 from trainwright.core.topology import Consistency, WorkUnit
 
 _WINDOW = 16  # rounds that `async` may start ahead of the first incomplete one
-OVERDUE_FACTOR = 4.0  # times the longest ordinary time of a worker: its unit is then leased again
-SPECULATION_FACTOR = 1.5  # times the mean time of an idle worker: a unit expected to take longer is copied to it
+_OVERDUE_FACTOR = 4.0  # times the longest ordinary time of a worker: its unit is then leased again
+_SPECULATION_FACTOR = 1.5  # times the mean time of an idle worker: a unit expected to take longer is copied to it
 _SWEEP_ENTRIES = 256  # entries of a heap, before finished units are removed from it
 _NEWEST_WEIGHT = 0.3  # of the newest time in a mean
 _DEVIATIONS = 4.0  # mean deviations that are ordinary, as in TCP (Jacobson, 1988)
@@ -394,7 +394,7 @@ class _HeldLeases:
     def first_copier(self, workers: Iterable[str], now_s: float) -> str | None:
         """Return the first of these workers for which `pop_copy` has a unit; None for none."""
         least_s, slowest_s = self._times.least, self._slowest_s(now_s)
-        if least_s is None or slowest_s <= SPECULATION_FACTOR * least_s:
+        if least_s is None or slowest_s <= _SPECULATION_FACTOR * least_s:
             return None
         return next((worker for worker in workers if self._faster(worker, slowest_s)), None)
 
@@ -406,12 +406,12 @@ class _HeldLeases:
 
     def _overdue_s(self, worker: str) -> float:
         """Return the time after which a worker is presumed frozen."""
-        return OVERDUE_FACTOR * self._times.most(worker)
+        return _OVERDUE_FACTOR * self._times.most(worker)
 
     def _faster(self, worker: str, slowest_s: float) -> bool:
         """Whether a worker would be done with a copy before a lease that takes so much longer."""
         mean_s = self._times.of(worker)
-        return mean_s is not None and slowest_s > SPECULATION_FACTOR * mean_s
+        return mean_s is not None and slowest_s > _SPECULATION_FACTOR * mean_s
 
     def _slowest_s(self, now_s: float) -> float:
         """Return how long the slowest lease is still expected to take, of the units that one worker alone holds."""

@@ -101,26 +101,13 @@ class ParameterClient:
             wait: until all bytes are in `memory`; else call `pulled` for each range.
         """
         for server in self.servers:
-            server.begin({"do": "pull", "worker": self._worker, "needs": needs, "have": server.have})
+            server.begin({"do": "pull", "needs": needs, "have": server.have})
         for server in self.servers:
             server.take(server.end())
         if wait:
             for index, server in enumerate(self.servers):
                 self.pulled(index, 0, server.coming)
         return any(server.coming for server in self.servers)
-
-    @property
-    def left_out(self) -> list[tuple[int, int, WorkUnit]]:
-        """By server and round, units that a server accepted and then left out of their round, as of the last pull.
-
-        These units are leased again, and their pushes do not count. One unit can be listed twice.
-        """
-        return [(index, at, unit) for index, server in enumerate(self.servers) for at, unit in server.left_out]
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """By server, number of updates in the parameters that were pulled last."""
-        return tuple(server.version for server in self.servers)
 
     def pulled(self, server: int, offset: int, size: int) -> None:
         """Wait until a range of a server's shard is in `memory`, after `pull(wait=False)`."""
@@ -150,11 +137,12 @@ class ParameterClient:
         """
         assert self.grant is not None, "lease comes first"
         values = [each.totals for each in logged if each.totals]
-        head = {"worker": self._worker, **_unit_fields(self.grant)}
+        unit, at = self.grant.unit, self.grant.at
+        head = {"worker": self._worker, "unit": [unit.step, unit.share, unit.steps], "at": at}
         for number, server in enumerate(self.servers):
             more = {"sums": list(sums), "norm": norm, "logged": values} if number == 0 else {}
             whole = bool(weight)
-            server.begin({"do": "push", **head, "seen": server.version, "weight": weight, **more}, outbox=whole)
+            server.begin({"do": "push", **head, "seen": server.have[1], "weight": weight, **more}, outbox=whole)
         taken = [server.pushed(server.end()) and bool(weight) for server in self.servers]
         if len(self.servers) > 1:
             self.servers[0].tell({"do": "done", **head})
@@ -185,8 +173,6 @@ class ServerClient:
         self._view = memoryview(b"")
         self._outbox: SendBuffer | None = None
         self.have: list[int] = [-1, -1]  # filling and version that are in memory
-        self.version = 0
-        self.left_out: list[tuple[int, WorkUnit]] = []
         self.coming = 0  # bytes that the last pull brings
 
     def open(self) -> None:
@@ -252,10 +238,9 @@ class ServerClient:
 
     def take(self, said: dict[str, Any]) -> None:
         """Take the fields of the answer to a pull."""
-        self.have, self.version, self.coming = said["have"], said["version"], said["size"]
-        self.left_out = [(at, WorkUnit(*unit)) for at, *unit in said["left_out"]]
+        self.have, self.coming = said["have"], said["size"]
         if self._outbox is not None:
-            self._outbox.applied(self.version)
+            self._outbox.applied(self.have[1])
 
     def pushed(self, said: dict[str, Any]) -> bool:
         """Take the answer to a push; return whether the server accepted it."""
@@ -326,11 +311,6 @@ class ServerClient:
 
     def _until(self) -> float:
         return time.monotonic() + self._group.deadline_s
-
-
-def _unit_fields(grant: Grant) -> dict[str, Any]:
-    unit = grant.unit
-    return {"unit": [unit.step, unit.share, unit.steps], "at": grant.at}
 
 
 # --- Memory of pushes ---------------------------------------------------------------

@@ -88,15 +88,12 @@ class _PullQueue:
         if not self._updates.opened or version < pull.head.needs:
             self._waiting.append(pull)
             return
-        (filling, known), shard = pull.head.have, self._updates.store.shard
-        since = known if filling == self._filling else 0
-        left_out = [[at, *unit] for at, unit in self._updates.left_out(pull.head.worker, since)]
-        answer = {"have": [self._filling, version], "version": version, "left_out": left_out}
-        if (filling, known) == (self._filling, version):
-            send_answer(pull.connection, **answer, size=0)
+        have, shard = (self._filling, version), self._updates.store.shard
+        if pull.head.have == have:
+            send_answer(pull.connection, have=have, size=0)
             return
-        size = shard.size_bytes if filling != self._filling else shard.pulled_bytes
-        pull.connection.answer_published(json.dumps({**answer, "size": size}).encode(), 0, size)
+        size = shard.pulled_bytes if pull.head.have[0] == self._filling else shard.size_bytes
+        pull.connection.answer_published(json.dumps({"have": have, "size": size}).encode(), 0, size)
 
 
 class ShardServer:

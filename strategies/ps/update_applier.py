@@ -119,10 +119,6 @@ class UpdateApplier:
         """Return the staleness of the updates applied since the last call."""
         return StalenessCounts() if self._admission is None else self._admission.staleness()
 
-    def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
-        """Return the worker's pushes since a version that did not count when their round was applied."""
-        return [] if self._admission is None else self._admission.left_out(worker, since)
-
     def push(self, head: PushCall, payload: memoryview) -> tuple[dict[str, object], bool]:
         """Apply a push, keep it (in place or as a copy), or drop it.
 
@@ -265,7 +261,6 @@ class UpdateAdmission(Generic[_T]):
         self._arrived: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
         self._kept: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
         self._closings: dict[int, ClosedRound] = {}
-        self._left_out: dict[str, list[tuple[int, WorkUnit]]] = {}  # by worker, kept pushes that did not count
         self._counts: Counter[int] = Counter()
         self._dropped = 0
 
@@ -331,7 +326,6 @@ class UpdateAdmission(Generic[_T]):
                 self._counts[max(0, at - kept.seen)] += 1
             else:
                 self._dropped += 1
-                self._left_out.setdefault(kept.worker, []).append((at, unit))
         del self._closings[at]
         self.version += 1
 
@@ -339,18 +333,6 @@ class UpdateAdmission(Generic[_T]):
         """The gathered pushes, and one that was offered last, are applied: drop them."""
         self.gathered = []
         self.version += 1
-
-    def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
-        """Return rounds and units of a worker's pushes that were kept, but did not count in their round.
-
-        Args:
-            worker: that pushed.
-            since: a round; earlier ones are dropped, since the worker knows them.
-        """
-        mine = [one for one in self._left_out.pop(worker, ()) if one[0] >= since]
-        if mine:
-            self._left_out[worker] = mine
-        return mine
 
     @property
     def behind(self) -> bool:

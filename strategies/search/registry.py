@@ -391,6 +391,9 @@ def _check_asynchronous(strategy: Strategy, request: PlanRequest) -> None:
     if backup >= ranks:
         hint = f"use backup={ranks - 1} or less, or more workers"
         raise Refusal(f"sync(backup={backup}) waits for none of {ranks} workers", hint)
+    if backup and GradientCompression.parse(pins.choices.get("wire", "full")).kind == "topk":
+        reason = "what wire=topk adds to later pushes is lost with the parts of a step that backup= leaves out"
+        raise Refusal(reason, "use wire='fp16' or 'int8', or another consistency")
     servers = pins.choices.get("servers", 1)
     most = _busy_servers(request, servers)
     if most < servers:

@@ -99,6 +99,7 @@ def test_a_jobs_own_fields_pin_the_plan() -> None:
 def test_why_workers_cannot_step_alone() -> None:
     assert "workers=1 is pinned" in str(refused(workers=1, consistency="async"))
     assert "waits for none of 2 workers" in str(refused(consistency="sync(backup=3)"))
+    assert "parts of a step that backup= leaves out" in str(refused(consistency="sync(backup=1)", wire="topk(0.1)"))
     assert "each worker holds the whole model" in str(refused(consistency="async", plan="dp=1,tp=2"))
     said = str(refused(consistency="async", wire="fp16", plan="chunks=3"))
     assert "does not match plan='chunks=3', consistency='async', wire='fp16'" in said, "by the fields that were set"

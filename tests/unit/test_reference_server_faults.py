@@ -12,10 +12,7 @@ import pytest
 from tests.support.reference.model import Sgd
 from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.strategies.ps import lease_table
 from trainwright.strategies.ps import parameter_client as worker_side
-
-NEVER = 1e6  # times the usual: however slow the machine is
 
 
 @pytest.mark.parametrize("lost", ["request", "answer"])
@@ -81,25 +78,6 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
         assert {float(one.snapshot().state.slots["count"]) for one in own.servers} == {updates}
         if consistency == "sync":
             assert_close(own.parameters(), own.by_hand()[2])
-
-
-def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_table, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
-    monkeypatch.setattr(lease_table, "SPECULATION_FACTOR", NEVER)
-    with cluster("dividing", 2, 2, consistency="sync(backup=1)") as own:
-        slow, quick = own.workers
-        serving = own.serve()
-        with monkeypatch.context() as patch:  # the first server never hears that both have it
-            patch.setattr(slow.clients.servers[0], "tell", lambda head: None)
-            (unit,) = own.work(slow, 1).result(30.0)
-        own.work(quick, SHARES - 1).result(30.0)
-        slow.clients.pull(1)
-        assert slow.clients.left_out == [(0, 0, unit), (1, 0, unit)]
-        slow.clients.pull(1)
-        assert slow.clients.left_out == [], "once it knows"
-        for one in [own.work(one) for one in own.workers]:
-            one.result(30.0)
-        assert len(own.reports(serving)) == STEPS
 
 
 def test_workers_join_and_leave_while_it_goes_on() -> None:

@@ -48,8 +48,8 @@ MALFORMED: dict[str, bytes] = {
         name: json.dumps(head).encode()
         for name, head in {
             "a pull without fields": {"do": "pull"},
-            "a pull of words": {"do": "pull", "worker": "w", "needs": "all", "have": [0, 0]},
-            "a pull that has a number": {"do": "pull", "worker": "w", "needs": 0, "have": 3},
+            "a pull of words": {"do": "pull", "needs": "all", "have": [0, 0]},
+            "a pull that has a number": {"do": "pull", "needs": 0, "have": 3},
             "a push of nothing": PUSH,
             "a push of an unknown share": {**PUSH, "unit": [0, 99, 1]},
             "a push of a unit that is none": {**PUSH, "unit": [0, 0]},

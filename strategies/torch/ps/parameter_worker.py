@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.data import Feed, StepReport, clipping_factor
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Consistency, WorkUnit
+from trainwright.core.topology import Consistency
 from trainwright.strategies.ps.lease_table import Grant
 from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import ParameterShard, ShardSlot
@@ -60,11 +60,10 @@ class ParameterWorker:
         self._forms = [GradientLayout(shard, plan.wire) for shard in shards]
         pieces = tensor_pieces(shards)
         self._incoming = ParameterPull(replica.model, shards, replica.device)
-        consistency = Consistency.parse(plan.consistency or "sync")
-        self._outgoing = GradientSender(replica, pieces, self._forms, leaves_out=consistency.backup > 0)
+        self._outgoing = GradientSender(replica, pieces, self._forms)
         self._arrivals = OverlappedPull(replica.model, pieces, self._incoming, replica.laps)
         self._ahead = replica.spec.compile != "inductor" and self._arrivals.sees  # of what comes, forward may run
-        self._largest = None if consistency.waits else replica.spec.clip_norm
+        self._largest = None if Consistency.parse(plan.consistency or "sync").waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
         self._buffers = persistent_buffers(replica.model)
         self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
@@ -74,7 +73,6 @@ class ParameterWorker:
     def join(self, clients: ParameterClient) -> None:
         """Exchange with the servers of a group from now on."""
         self._joined = clients
-        self._outgoing.forget()
         clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
 
     @property
@@ -87,11 +85,6 @@ class ParameterWorker:
         self._undo()
         if self._clients.pull(needs):
             self._incoming.take()
-        self._settle()
-
-    def _settle(self) -> None:
-        """Return pushes that did not count to the residual."""
-        self._outgoing.settle(self._clients.left_out, self._clients.versions)
 
     def _undo(self) -> None:
         for module, key, buffer in self._buffers:
@@ -121,7 +114,6 @@ class ParameterWorker:
             return
         self._undo()
         self._clients.pull(grant.needs, wait=False)
-        self._settle()
         self.replica.laps.wait()
         changing = set(self._changing)
         self._arrivals.begin(self._clients, lambda tensor: self._remember(tensor) if tensor in changing else None)
@@ -160,7 +152,7 @@ class ParameterWorker:
             sums, logged = [(done.loss, done.weight)], [train_step.logged_sums(runner, done)]
             with span("push"):
                 by = clients.push(weight=done.weight, sums=sums, norm=done.norm or 0.0, logged=logged)
-            outgoing.counted(by, grant)
+            outgoing.counted(by)
             attempt.applied = done.weight > 0
         replica.laps.wait()
         replica.laps.optimizer()
@@ -225,7 +217,7 @@ class ParameterWorker:
             logged = [each.logged for each in self._reports]
             with span("push"):
                 by = self._clients.push(weight=sum(weight for _, weight in sums), sums=sums, logged=logged)
-            self._outgoing.counted(by, grant)
+            self._outgoing.counted(by)
         return report
 
 
@@ -360,23 +352,16 @@ class GradientSender:
         replica: the worker's.
         where: pieces of each tensor.
         forms: of what is pushed to each server.
-        leaves_out: whether a round may go on without a push that a server has taken.
     """
 
     def __init__(
-        self,
-        replica: TorchReplica,
-        where: Mapping[str, Sequence[TensorPiece]],
-        forms: Sequence[GradientLayout],
-        *,
-        leaves_out: bool = False,
+        self, replica: TorchReplica, where: Mapping[str, Sequence[TensorPiece]], forms: Sequence[GradientLayout]
     ) -> None:
-        self._replica, self._where, self._forms, self._leaves_out = replica, where, forms, leaves_out
+        self._replica, self._where, self._forms = replica, where, forms
         self._clients: ParameterClient | None = None
         self._outbox: Sequence[memoryview] = ()
         self._kept: dict[tuple[int, str], Tensor] = {}  # by server and name, the residual of the next push
         self._left: dict[tuple[int, str], Tensor] = {}  # the residual after the current push, if it counts
-        self._doubted: dict[tuple[int, int, WorkUnit], dict[str, Tensor]] = {}  # that return to _kept
         self._written: set[nn.Parameter] = set()
         self._late: list[_StagedGradient] = []
 
@@ -436,30 +421,10 @@ class GradientSender:
         assert parameter.grad is not None, "it was accumulated"
         self.put(parameter, parameter.grad, factor())
 
-    def counted(self, by: Sequence[bool], grant: Grant) -> None:
+    def counted(self, by: Sequence[bool]) -> None:
         """Take which servers accepted the push: for the others the residual stays as it was."""
-        for (server, name), kept in self._left.items():
-            if by[server]:
-                if self._leaves_out:
-                    before = self._kept.get((server, name))
-                    gone = -kept if before is None else before - kept
-                    self._doubted.setdefault((server, grant.at, grant.unit), {})[name] = gone
-                self._kept[server, name] = kept
+        self._kept |= {(server, name): kept for (server, name), kept in self._left.items() if by[server]}
         self._left.clear()
-
-    def settle(self, left_out: Iterable[tuple[int, int, WorkUnit]], versions: Sequence[int]) -> None:
-        """Return pushes that did not count to the residual; see `ParameterClient.left_out` and `versions`.
-
-        Another worker pushes the gradients of these units: no part of a gradient is lost or counted twice.
-        """
-        for server, at, unit in left_out:
-            for name, gone in self._doubted.pop((server, at, unit), {}).items():
-                self._kept[server, name] += gone
-        self._doubted = {key: gone for key, gone in self._doubted.items() if key[1] >= versions[key[0]]}
-
-    def forget(self) -> None:
-        """Forget former pushes: the servers are others."""
-        self._doubted.clear()
 
     def _write(self, piece: TensorPiece, values: Tensor, factor: float | Tensor = 1.0) -> None:
         name, form = piece.slot.name, self._forms[piece.server]
