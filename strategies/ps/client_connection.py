@@ -143,21 +143,11 @@ class ServerConnection:
             raise ValueError(f"the answer has {answer.size} bytes, not {end}")
         if answer.source is None:
             self._wait(lambda: answer.have >= end, until)
-        elif answer.into is not None:
+        else:
+            assert answer.into is not None, "`_receive` checks it"
             np.copyto(
                 np.frombuffer(answer.into[offset:end], np.uint8), np.frombuffer(answer.source[offset:end], np.uint8)
             )
-
-    @property
-    def source(self) -> memoryview:
-        """Memory with the bytes of the answer that was taken last: the server's memory, read-only, or `into`.
-
-        In shared memory they can be used in place, without `into`, until the server changes them.
-        """
-        answer = self._answer
-        if answer.source is not None:
-            return answer.source
-        return memoryview(b"") if answer.into is None else answer.into[: answer.size]
 
     def cut(self) -> None:
         """End the connection, from any thread: a blocked call of another thread raises."""
@@ -252,9 +242,9 @@ class ServerConnection:
         receive_exactly(self._in, head, until)
         answer = _ServerAnswer(bytes(head), self._awaited.popleft(), header.size)
         if published:
-            answer.source = self._seen(file, header)
+            answer.source = self._seen(file, header.size)
         room = 0 if answer.into is None else len(answer.into)
-        if header.size > room and not (published and answer.into is None):
+        if header.size > room:
             raise ConnectionError(f"an answer of {header.size} bytes where {room} were expected")
         with self._news:
             self._came.append(answer)
@@ -271,16 +261,16 @@ class ServerConnection:
                 self._moved += 1
                 self._news.notify_all()
 
-    def _seen(self, file: int | None, header: FrameHeader) -> memoryview:
-        """Return a range of the server's published memory, which is new if a descriptor came."""
+    def _seen(self, file: int | None, size: int) -> memoryview:
+        """Return the first bytes of the server's published memory, which is new if a descriptor came."""
         if file is not None:
             try:
                 self._published = shared_memory.map_descriptor(file, writable=False)
             finally:
                 os.close(file)
-        if header.offset + header.size > len(self._published):
+        if size > len(self._published):
             raise ConnectionError("a range outside the published memory")
-        return self._published[header.offset : header.offset + header.size]
+        return self._published[:size]
 
 
 @dataclass(eq=False, slots=True)

@@ -132,20 +132,20 @@ class WorkerConnection:
         header = FrameHeader(FrameKind.ANSWER, len(head), 0, sum(map(len, views)))
         self._send([header.pack() + head, *views])
 
-    def answer_published(self, head: bytes, offset: int, size: int) -> None:
-        """Answer with a range of the published memory. In shared memory only its position is sent.
+    def answer_published(self, head: bytes, size: int) -> None:
+        """Answer with the first bytes of the published memory. In shared memory only their number is sent.
 
         Over TCP it is sent from there while it may change: the worker can then get parts of a later update.
         """
         region = self._owner.published
-        assert region is not None and offset + size <= region.size_bytes, "publish comes first"
+        assert region is not None and size <= region.size_bytes, "publish comes first"
         if not self.shared:
-            self.answer(head, region.view[offset : offset + size])
+            self.answer(head, region.view[:size])
             return
         file = None
         if region is not self._known:
             self._known, file = region, region.file
-        self._send([FrameHeader(FrameKind.PUBLISHED, len(head), offset, size).pack() + head], file)
+        self._send([FrameHeader(FrameKind.PUBLISHED, len(head), size=size).pack() + head], file)
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors."""

@@ -93,7 +93,7 @@ class _PullQueue:
             send_answer(pull.connection, have=have, size=0)
             return
         size = shard.pulled_bytes if pull.head.have[0] == self._filling else shard.size_bytes
-        pull.connection.answer_published(json.dumps({"have": have, "size": size}).encode(), 0, size)
+        pull.connection.answer_published(json.dumps({"have": have, "size": size}).encode(), size)
 
 
 class ShardServer:
