@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
+from trainwright.core.errors import JobError, PlanError, RunFinished
 from trainwright.core.job import Job
 from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
@@ -19,13 +18,11 @@ from trainwright.distillation.trained_student import trained_student
 from trainwright.reporting.progress_bar import print_status
 from trainwright.runtime.launch import prepare_run
 from trainwright.runtime.run_handle import Run, wait_for_run
-from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_control import check_ended, delete_run, is_run
 from trainwright.storage.run_log import RunLog
 
 Stage = Job | Distillation
-
-
-_AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
 
 
 class MultiStage(StrictModel, ABC):
@@ -44,20 +41,15 @@ class MultiStage(StrictModel, ABC):
 
     def last(self) -> Distillation:
         """Return the last stage. Raises CheckpointError if earlier stages are not finished."""
-        stage: Stage | None = None
-        for stage in self.stages():
-            job = _job_of(stage)
-            if self._afresh.due(job):
-                remedy = "tw.distill continues the recipe"
-                raise CheckpointError(f"the run {job.name!r} must start again, and has not yet", remedy=remedy)
+        *_, stage = self.stages()
         assert isinstance(stage, Distillation), "a job comes before what it teaches"
         return stage
 
     def upcoming(self) -> Stage:
-        """Return the current stage: the first that is not finished or must start again; else the last."""
+        """Return the current stage: the first that is not finished; else the last."""
         for stage in self.stages():
             job = _job_of(stage)
-            if job.name == self.runs[-1] or self._afresh.due(job) or not _done(job):
+            if job.name == self.runs[-1] or not _done(job):
                 return stage
         raise AssertionError("the loop returns at the last stage")
 
@@ -66,8 +58,7 @@ class MultiStage(StrictModel, ABC):
 
         Args:
             resume: continue a stage that was started although its job was changed.
-            fresh: start all stages again, but not the runs of teachers. This is stored: if this call is killed, the
-                next call without it continues the stages that started again, and starts the others again.
+            fresh: delete the runs of all stages, but not those of teachers, and start again.
             verbose: show Ray's own output.
 
         Returns:
@@ -75,11 +66,16 @@ class MultiStage(StrictModel, ABC):
 
         Raises:
             RunFinished: all stages are finished.
+            RunConflict: with `fresh`, a run of a stage has a driver that is alive; nothing is deleted.
             TrainwrightError: as `tw.distill`.
         """
         run: Run | None = None
         if fresh:
-            self._afresh.ask(self.runs)
+            store = open_store(self.distillation.student.storage)
+            former = [name for name in reversed(self.runs) if is_run(store, name)]  # no stage outlives its first ones
+            check_ended(store, former)
+            for name in former:
+                delete_run(store, name)
         for number, (name, stage) in enumerate(zip(self.runs, self.stages(), strict=True), 1):
             print_status(f"stage {number} of {len(self.runs)}: {name}", "good")
             run = self._train(stage, resume=resume, verbose=verbose)
@@ -93,60 +89,17 @@ class MultiStage(StrictModel, ABC):
     def _train(self, stage: Stage, *, resume: bool, verbose: bool) -> Run | None:
         """Return the run of a stage; None if it is finished and another stage follows."""
         job = _job_of(stage)
-        last, fresh = job.name == self.runs[-1], self._afresh.begin(job)
-        if resume and not (last or fresh) and _done(job):
+        last = job.name == self.runs[-1]
+        if resume and not last and _done(job):
             return None
         try:
             if isinstance(stage, Distillation):
-                return run_distillation(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
-            return _train_job(stage, resume=resume, fresh=fresh, verbose=verbose)
+                return run_distillation(stage, resume=resume, fresh=False, verbose=verbose, judge=last)
+            return _train_job(stage, resume=resume, verbose=verbose)
         except RunFinished:
             if last:
                 raise
             return None
-
-    @property
-    def _afresh(self) -> _RestartList:
-        """The runs that must start again."""
-        return _RestartList(open_store(self.distillation.student.storage), _AFRESH.format(self.runs[-1]))
-
-
-class _RestartList:
-    """A file with the runs that must start again, for later calls.
-
-    For each run the file has null; once it is started, the token of the driver before. A run with a later driver has
-    started again.
-    """
-
-    def __init__(self, store: Store, path: str) -> None:
-        self._store, self._path = store, path
-
-    def ask(self, runs: Iterable[str]) -> None:
-        """Make all of them start again."""
-        self._write(dict.fromkeys(runs))
-
-    def due(self, job: Job) -> bool:
-        """Return whether a job's run must start again, and has not yet."""
-        runs = self._read()
-        if job.name not in runs:
-            return False
-        before = runs[job.name]
-        return before is None or _token(job) <= before
-
-    def begin(self, job: Job) -> bool:
-        """Return whether the run that starts now must start again; note the token of its driver."""
-        due = self.due(job)
-        if due:
-            self._write({**self._read(), job.name: _token(job)})
-        return due
-
-    def _read(self) -> dict[str, int | None]:
-        found = self._store.find(self._path)
-        runs: dict[str, int | None] = {} if found is None else json.loads(found)
-        return runs
-
-    def _write(self, runs: Mapping[str, int | None]) -> None:
-        self._store.put(self._path, json.dumps(runs).encode())
 
 
 class TwoStage(MultiStage):
@@ -269,9 +222,9 @@ def next_stage(asked: Any) -> Any:
     return asked
 
 
-def _train_job(job: Job, *, resume: bool, fresh: bool, verbose: bool) -> Run:
+def _train_job(job: Job, *, resume: bool, verbose: bool) -> Run:
     """Train a stage without teachers, as `tw.fit`."""
-    run = Run(job, *prepare_run(job, resume=resume, fresh=fresh, verbose=verbose))
+    run = Run(job, *prepare_run(job, resume=resume, fresh=False, verbose=verbose))
     wait_for_run(run)
     return run
 
@@ -285,12 +238,6 @@ def _done(job: Job) -> bool:
     """Return whether the run is finished."""
     head = RunLog(open_store(job.storage), job.name).head()
     return head is not None and head.outcome == "done"
-
-
-def _token(job: Job) -> int:
-    """Return the token of the run's last driver; 0 for none."""
-    head = RunLog(open_store(job.storage), job.name).head()
-    return 0 if head is None else head.token
 
 
 def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:

@@ -11,7 +11,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.small_distillation import distillation
-from trainwright.core.errors import CheckpointError, RunFinished
+from trainwright.core.errors import RunConflict, RunFinished
 from trainwright.distillation.multi_stage import Stage
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import Owner, RunLog
@@ -29,22 +29,22 @@ class Driver:
 
     Attributes:
         dies: with the run of this name, before it takes it or when it has it.
-        trained: names of runs, and whether they began again.
+        trained: names of runs.
     """
 
     dies: tuple[str, str] = ("", "")
-    trained: list[tuple[str, bool]] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
 
-    def __call__(self, stage: Stage, *, fresh: bool, **_: Any) -> Any:
+    def __call__(self, stage: Stage, **_: Any) -> Any:
         job = stage if isinstance(stage, tw.Job) else stage.student
         log = RunLog(open_store(job.storage), job.name, dead=lambda owner: True)
         head = log.head()
-        if head is not None and head.outcome == "done" and not fresh:
+        if head is not None and head.outcome == "done":
             raise RunFinished("it is finished")
         if self.dies == (job.name, "before"):
             raise Killed
-        entry = log.acquire(Owner.here(), {}, fresh=fresh)
-        self.trained.append((job.name, fresh))
+        entry = log.acquire(Owner.here(), {})
+        self.trained.append(job.name)
         if self.dies == (job.name, "within"):
             raise Killed
         log.release(entry.token, "done")
@@ -57,9 +57,7 @@ def recipe(tmp_path: Path) -> tw.SelfDistillation:
     return tw.SelfDistillation(distillation=distillation(tmp_path, teachers=()), generations=2)
 
 
-def drive(
-    recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch, *dies: str, fresh: bool = False
-) -> list[tuple[str, bool]]:
+def drive(recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch, *dies: str, fresh: bool = False) -> list[str]:
     """What a call trained, which was killed where that is said."""
     driver = Driver(dies=(dies[0], dies[1]) if dies else ("", ""))
     for name in ("_train_job", "run_distillation"):
@@ -73,23 +71,22 @@ def drive(
 
 
 def test_each_stage_begins_again_once(recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drive(recipe, monkeypatch) == [(FIRST, False), (SECOND, False), (THIRD, False)]
+    assert drive(recipe, monkeypatch) == [FIRST, SECOND, THIRD]
     assert recipe.last().student.name == THIRD
-    assert drive(recipe, monkeypatch, SECOND, "before", fresh=True) == [(FIRST, True)]
-    with pytest.raises(CheckpointError, match=f"'{SECOND}' must start again, and has not yet"):
-        recipe.last()
+    assert drive(recipe, monkeypatch, SECOND, "before", fresh=True) == [FIRST]
     upcoming: Any = recipe.upcoming()
     assert upcoming.student.name == SECOND
     assert drive(recipe, monkeypatch, SECOND, "before") == [], "the first has begun again, and is finished"
-    assert drive(recipe, monkeypatch, SECOND, "within") == [(SECOND, True)]
-    assert drive(recipe, monkeypatch, THIRD, "within") == [(SECOND, False), (THIRD, True)]
-    assert recipe.last().student.name == THIRD
-    assert drive(recipe, monkeypatch) == [(THIRD, False)]
+    assert drive(recipe, monkeypatch, THIRD, "before") == [SECOND]
+    assert drive(recipe, monkeypatch) == [THIRD]
     with pytest.raises(RunFinished):
         drive(recipe, monkeypatch)
 
 
-def test_who_asks_again_has_all_of_it_begin_again(recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drive(recipe, monkeypatch, FIRST, "before", fresh=True) == []
-    assert drive(recipe, monkeypatch, THIRD, "within") == [(FIRST, True), (SECOND, True), (THIRD, True)]
-    assert drive(recipe, monkeypatch, fresh=True) == [(FIRST, True), (SECOND, True), (THIRD, True)]
+def test_nothing_is_deleted_while_a_driver_of_a_stage_is_alive(
+    recipe: tw.SelfDistillation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drive(recipe, monkeypatch, SECOND, "within") == [FIRST, SECOND]
+    with pytest.raises(RunConflict, match=f"run '{SECOND}' is running"):
+        drive(recipe, monkeypatch, fresh=True)
+    assert drive(recipe, monkeypatch) == [SECOND, THIRD]
