@@ -78,11 +78,8 @@ def serialized_names() -> Iterator[dict[str, Any]]:
         found[name] = item
         return name
 
-    object_registration.get_registered_name = recorded
-    try:
+    with replaced(object_registration, "get_registered_name", recorded):
         yield found
-    finally:
-        object_registration.get_registered_name = name_of
 
 
 @contextmanager

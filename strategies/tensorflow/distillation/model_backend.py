@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -23,9 +23,16 @@ from trainwright.strategies.distillation.distillation_loss import TensorOps
 from trainwright.strategies.distillation.layer_match import LayerProjection, Shape, layer_item, layer_tensor
 from trainwright.strategies.distillation.multi_student import Builder, Names, RequestedOutputs
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs
+from trainwright.strategies.tensorflow.tensorflow_compat import replaced
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import flatten_outputs
-from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller, apply_function, call_model
+from trainwright.strategies.tensorflow.training.objective import (
+    LOSS,
+    KerasCaller,
+    apply_function,
+    call_model,
+    model_inputs,
+)
 
 FRAMEWORK, LOOKS = "Keras", False  # its steps are traced
 
@@ -103,9 +110,8 @@ def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
 
 def shapes(model: keras.Model, sample: Columns, inputs: Names, keywords: Names) -> dict[str, Shape]:
     """Return the shapes of a model's outputs for some rows, by name; rows are None."""
-    given: Any = [tf.convert_to_tensor(sample[name]) for name in inputs]
-    given = dict(zip(keywords, given, strict=True)) if keywords else given
-    found = call_model(model, given, training=False)
+    columns = {name: tf.convert_to_tensor(sample[name]) for name in inputs}
+    found = call_model(model, model_inputs(columns, inputs, keywords), training=False)
     return {name: (None, *value.shape[1:]) for name, value in flatten_outputs("", found) if tf.is_tensor(value)}
 
 
@@ -122,8 +128,7 @@ class _KerasInlineTeacher:
         Raises:
             JobError: the outputs are wrong. Values are checked in eager calls only.
         """
-        given: Any = [columns[name] for name in self._lesson.inputs]
-        given = dict(zip(self._lesson.keywords, given, strict=True)) if self._lesson.keywords else given
+        given = model_inputs(columns, self._lesson.inputs, self._lesson.keywords)
         outputs = dict(flatten_outputs("", call_model(self.model, given, training=False)))
         told = self._lesson.told(outputs, log_odds, np.asarray if tf.executing_eagerly() else None)
         return {name: tf.stop_gradient(_wide(value)) for name, value in told.items()}
@@ -166,7 +171,6 @@ def _layer_outputs(layers: Mapping[str, tuple[Any, str]]) -> Iterator[Callable[[
         layers: name -> the layer, and its name in a `Match`.
     """
     recorded: dict[str, Any] = {}
-    before = [(layer, vars(layer).get("call")) for layer, _ in layers.values()]
 
     def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -176,18 +180,12 @@ def _layer_outputs(layers: Mapping[str, tuple[Any, str]]) -> Iterator[Callable[[
 
         return recorded_call
 
-    for name, (layer, _) in layers.items():
-        object.__setattr__(layer, "call", recording(name, layer.call))
-    try:
+    with ExitStack() as stack:
+        for name, (layer, _) in layers.items():
+            stack.enter_context(replaced(layer, "call", recording(name, layer.call)))
         yield lambda: {
             name: layer_tensor(recorded, name, layer_item(path)[1], tf.is_tensor) for name, (_, path) in layers.items()
         }
-    finally:
-        for layer, own in reversed(before):
-            if own is None:
-                vars(layer).pop("call", None)
-            else:
-                object.__setattr__(layer, "call", own)
 
 
 # --- Several students as one model; see `strategies.distillation.multi_student` ---------------------------------------

@@ -9,21 +9,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import keras
-import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
+from trainwright.strategies.tensorflow.tensorflow_compat import replaced
 from trainwright.strategies.tensorflow.training.checkpoint_files import export, take_weights
-from trainwright.strategies.tensorflow.training.objective import call_model
+from trainwright.strategies.tensorflow.training.objective import call_model, model_inputs
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import batch_norm_layers, has_call
 
@@ -62,7 +62,7 @@ def profile_model(
     if not built.built and inputs and has_call(built):
         given = {name: keras.KerasTensor((None, *sample[name].shape[1:]), _kind(sample[name])) for name in inputs}
         with TensorFlowUserCode("the model", "profile"):
-            call_model(built, _given(given, inputs, keywords), training=False)
+            call_model(built, model_inputs(given, inputs, keywords), training=False)
     inexact = ("batch_norm",) if batch_norm_layers(built) else ()
     known = ModelProfile(
         framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow",
@@ -74,7 +74,7 @@ def profile_model(
     try:
         calls = _trace_step(built, sample, inputs, keywords, step)
         ran = [*calls, *(layer for layer in _leaves(built) if layer not in calls)]  # those that did not run are last
-        layers = merge_plain_layers(_traced_cost(layer, calls.get(layer, _LayerCalls()), rows) for layer in ran)
+        layers = merge_plain_layers(_cost(layer, calls.get(layer, _LayerCalls()), rows) for layer in ran)
         if inputs:
             layers = append_loss(layers, calls[built].output / rows)
     except Exception as error:
@@ -86,28 +86,38 @@ def profile_model(
 
 def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
     """Return the cost of each layer from its weights alone."""
-    return replace(known, layers=tuple(_cost(layer) for layer in _leaves(model) if layer.weights), untraced=reason)
+    layers = []
+    for layer in _leaves(model):
+        shape = _output(layer)
+        positions = math.prod(shape[:-1]) if len(shape) > 1 else 1
+        flops = 2.0 * sum(math.prod(weight.shape) for weight in layer._trainable_variables) * positions
+        if layer.weights:
+            call = _LayerCalls(flops=flops, output=math.prod(shape), matmuls=1, launches=1)
+            layers.append(_cost(layer, call, 1))
+    return replace(known, layers=tuple(layers), untraced=reason)
 
 
 def _trace_step(
     model: keras.Model, sample: _Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any
 ) -> dict[Any, _LayerCalls]:
-    """Return the cost of each layer's calls in a forward and a backward pass."""
-    names = inputs or tuple(sample)
+    """Trace forward and backward pass of a training step; return the cost of each layer's calls in the forward pass.
+
+    Raises any exception of a model that cannot be traced.
+    """
+    recorder, names = _Recorder(), inputs or tuple(sample)
     given = {name: tf.TensorSpec(sample[name].shape, tf.as_dtype(sample[name].dtype)) for name in names}
 
-    def call(columns: Any) -> Any:
-        if not inputs:
-            return step(model, columns)
-        return call_model(model, _given(columns, inputs, keywords), training=True)
+    def traced(columns: Any) -> Any:
+        with recorder.watching(model):
+            if inputs:
+                outputs = call_model(model, model_inputs(columns, inputs, keywords), training=True)
+            else:
+                outputs = step(model, columns)
+        recorder.end = len(tf.compat.v1.get_default_graph().get_operations())
+        wanted = [each for each in tf.nest.flatten(outputs) if each.dtype.is_floating]
+        return tf.gradients(wanted, [weight.value for weight in model.trainable_weights])
 
-    return _trace_ops(model, given, call)
-
-
-def _given(columns: Mapping[str, Any], inputs: tuple[str, ...], keywords: tuple[str, ...]) -> Any:
-    """Return the inputs as `call_model` takes them."""
-    given = [columns[name] for name in inputs]
-    return dict(zip(keywords, given, strict=True)) if keywords else given
+    return recorder.found(tf.function(traced, autograph=False).get_concrete_function(given).graph)
 
 
 def _kind(array: npt.NDArray[Any]) -> str:
@@ -115,12 +125,13 @@ def _kind(array: npt.NDArray[Any]) -> str:
     return "string" if array.dtype.kind in "OUS" else str(array.dtype)
 
 
-def _traced_cost(layer: Any, call: _LayerCalls, rows: int) -> LayerCost:
-    own = _own(layer)
+def _cost(layer: Any, call: _LayerCalls, rows: int) -> LayerCost:
+    """Return the cost of a row, given that of some rows; weights count also if they are frozen."""
+    own = layer._trainable_variables
     return LayerCost(
         name=layer.path,
         parameters=sum(math.prod(weight.shape) for weight in own),
-        parameter_bytes=sum(_bytes(weight) for weight in own),
+        parameter_bytes=sum(map(_bytes, own)),
         flops=call.flops / rows,
         output_numbers=call.output / rows,
         kept_numbers=call.kept / rows,
@@ -148,27 +159,8 @@ def _leaves(layer: Any) -> Iterator[Any]:
         yield from _leaves(part)
 
 
-def _own(layer: Any) -> list[Any]:
-    """Return a layer's own trainable weights, also if they are frozen."""
-    return list(layer._trainable_variables)
-
-
-def _cost(layer: Any) -> LayerCost:
-    """Return the cost from weights alone."""
-    own = _own(layer)
-    parameters, shape = sum(math.prod(weight.shape) for weight in own), _output(layer)
-    positions = math.prod(shape[:-1]) if len(shape) > 1 else 1
-    return LayerCost(
-        name=layer.path,
-        parameters=parameters,
-        parameter_bytes=sum(map(_bytes, own)),
-        flops=2.0 * parameters * positions,
-        output_numbers=math.prod(shape),
-    )
-
-
 def _bytes(weight: Any) -> int:
-    size: int = math.prod(weight.shape) * np.dtype(_plain(weight.dtype)).itemsize
+    size: int = math.prod(weight.shape) * tf.as_dtype(weight.dtype).size
     return size
 
 
@@ -179,10 +171,6 @@ def _output(layer: Any) -> tuple[int, ...]:
     except (AttributeError, ValueError):
         return (1,)
     return tuple(size or 1 for size in shape[1:]) or (1,)
-
-
-def _plain(dtype: str) -> str:
-    return "float16" if dtype == "bfloat16" else dtype
 
 
 def weight_bytes(model: keras.Model) -> int:
@@ -213,31 +201,6 @@ class _LayerCalls:
     output: float = 0.0
 
 
-def _trace_ops(
-    model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Callable[[Any], Any]
-) -> dict[Any, _LayerCalls]:
-    """Trace forward and backward pass of a training step, and count the operations of the forward pass.
-
-    Raises any exception of a model that cannot be traced.
-
-    Args:
-        model: with its variables.
-        given: shape and type of each column.
-        call: (columns) -> the model's outputs, or losses.
-    """
-    recorder = _Recorder()
-
-    def step(columns: Any) -> Any:
-        with recorder.watching(model):
-            outputs = call(columns)
-        recorder.end = len(tf.compat.v1.get_default_graph().get_operations())
-        wanted = [each for each in tf.nest.flatten(outputs) if each.dtype.is_floating]
-        return tf.gradients(wanted, [weight.value for weight in model.trainable_weights])
-
-    graph = tf.function(step, autograph=False).get_concrete_function(dict(given)).graph
-    return recorder.found(graph)
-
-
 class _Recorder:
     """Records which layer makes which operations: the innermost layer whose `call` runs."""
 
@@ -250,14 +213,10 @@ class _Recorder:
     @contextmanager
     def watching(self, model: keras.Model) -> Iterator[None]:
         """Record calls of the model's layers within the block."""
-        layers = list(dict.fromkeys(_all(model)))
-        for layer in layers:
-            object.__setattr__(layer, "call", self._recorded(layer, layer.call))
-        try:
+        with ExitStack() as stack:
+            for layer in dict.fromkeys(_all(model)):
+                stack.enter_context(replaced(layer, "call", self._recorded(layer, layer.call)))
             yield
-        finally:
-            for layer in layers:
-                object.__delattr__(layer, "call")
 
     def _recorded(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)

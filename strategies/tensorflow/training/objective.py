@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,8 @@ class KerasCaller:
 
     def outputs(self, model: keras.Model, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
         """Return the model's outputs for the input columns."""
-        given = [columns[name] for name in self.spec.inputs]
+        given = model_inputs(columns, self.spec.inputs, self.spec.keywords)
         with TensorFlowUserCode("the model", self.where):
-            if self.spec.keywords:
-                return call_model(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
             return call_model(model, given, training=training)
 
     def targets(self, columns: tensor_conversion.Tensors) -> Any:
@@ -223,6 +221,12 @@ class KerasCaller:
 
     def _wrong(self, problem: str) -> JobError:
         return JobError([problem], where=self.where)
+
+
+def model_inputs(columns: Mapping[str, Any], inputs: Sequence[str], keywords: Sequence[str]) -> Any:
+    """Return the inputs as `call_model` takes them; `keywords` has the model's argument for each, if it has names."""
+    given = [columns[name] for name in inputs]
+    return dict(zip(keywords, given, strict=True)) if keywords else given
 
 
 def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:

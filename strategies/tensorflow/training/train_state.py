@@ -14,7 +14,7 @@ from trainwright.core.data import Batch, fold_seed, repeat_row
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.tensorflow.tensorflow_compat import global_seed_generator, use_global_seeds
+from trainwright.strategies.tensorflow.tensorflow_compat import global_seed_generator, replaced, use_global_seeds
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
@@ -214,11 +214,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list
         made.setdefault(id(reference_variable), []).append(slot)
         return slot
 
-    object.__setattr__(rule, "add_variable_from_reference", recorded)
-    try:
+    with replaced(rule, "add_variable_from_reference", recorded):
         optimizer.build(variables)
-    finally:
-        object.__delattr__(rule, "add_variable_from_reference")
     return [made.get(id(variable), []) for variable in variables]
 
 
