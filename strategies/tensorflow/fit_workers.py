@@ -41,7 +41,6 @@ from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.gradient_rows import changed
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
@@ -167,15 +166,15 @@ class _CompiledOnWorkers(CompiledModel):
     Args:
         spec: the job's functions.
         plan: with the precision.
-        caller: calls the job's functions.
+        where: the rank, for errors.
         sums: over all workers.
 
     Raises:
         JobError, UserCodeError: as `CompiledModel`; or a metric cannot be summed over workers.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, caller: KerasCaller, sums: _WorkerSums) -> None:
-        super().__init__(spec, tf.distribute.get_strategy(), plan, caller)
+    def __init__(self, spec: ModelSpec, plan: Plan, where: str, sums: _WorkerSums) -> None:
+        super().__init__(spec, tf.distribute.get_strategy(), plan, where)
         self._sums = sums
         self.model.jit_compile = False  # XLA has no sums over processes
         self._adds = isinstance(self.model, CustomLoop) and self.model.reduction == "sum"
@@ -210,7 +209,7 @@ class _CompiledOnWorkers(CompiledModel):
         self._train_from, self._train = model.train_function, self._compiled("train_step()", model.train_function)
 
     def _compiled(self, name: str, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return step if self.model.run_eagerly else _of_any_rows(step, _AnyRowsUserCode(name, self.caller.where))
+        return step if self.model.run_eagerly else _of_any_rows(step, _AnyRowsUserCode(name, self.where))
 
     def train(self, data: Any) -> Any:
         """Return the logs of a step of all workers. It is compiled again after a callback made Keras' own again."""
@@ -245,7 +244,7 @@ class _CompiledOnWorkers(CompiledModel):
         stopped, compiled, *agreed = whole.numpy().tolist()
         if compiled not in (0, sums.size):
             problem = f"a callback compiles the model's step again on {compiled:g} of {sums.size} workers"
-            raise JobError([f"{problem}: do it on all of them, in the same hook"], where=self.caller.where)
+            raise JobError([f"{problem}: do it on all of them, in the same hook"], where=self.where)
         model.stop_training = stopped > 0
         for optimizer, rate, own in zip(self._rates, agreed, rates, strict=True):
             if rate != own:
@@ -337,9 +336,7 @@ class _CompiledOnWorkers(CompiledModel):
         keras_step = type(self.model).train_step is keras.Model.train_step
         if reduction in (None, "none") and values.shape.rank and keras_step:
             problem = f"a loss with reduction={reduction!r} is a sum over rows to Keras, and its log is not"
-            raise JobError(
-                [f'{problem}: on several workers use "sum_over_batch_size" or "sum"'], where=self.caller.where
-            )
+            raise JobError([f'{problem}: on several workers use "sum_over_batch_size" or "sum"'], where=self.where)
         if reduction == _MEAN_BY_WEIGHT and sample_weight is not None:
             return loss * self._ratio(tf.reduce_sum(tf.cast(sample_weight, loss.dtype)))
         return loss
@@ -373,7 +370,7 @@ class _CompiledOnWorkers(CompiledModel):
         model.reset_metrics()
         problem = sum_problem(model.metrics_variables, *states) if model.metrics_variables else ""
         if problem:
-            raise JobError([problem], where=self.caller.where)
+            raise JobError([problem], where=self.where)
 
 
 class FitMultiWorker(FitEngine, MultiWorkerMirrored):
@@ -423,7 +420,7 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
         self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size, sum_options(plan))
-        return _CompiledOnWorkers(spec, plan, KerasCaller(spec=spec, where=self._where), self._sums)
+        return _CompiledOnWorkers(spec, plan, self._where, self._sums)
 
 
 class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):

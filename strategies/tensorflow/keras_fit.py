@@ -32,7 +32,6 @@ from trainwright.strategies.tensorflow.distillation.model_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import (
     compiled_parts,
-    global_seed_generator,
     keras_mask,
     loss_functions,
     replaced,
@@ -50,7 +49,6 @@ from trainwright.strategies.tensorflow.training.objective import KerasCaller, Ma
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import (
     KerasTrainState,
-    build_model,
     check_optimizer,
     check_stateless,
     inner_optimizer,
@@ -65,48 +63,34 @@ _DIVIDED_STATES = "parts of a batch would mix its states: use one worker with on
 _KEPT_STEPS = 16  # compiled for as many numbers of rows: skipped rows make many; each takes the memory of a graph
 
 
-class CompiledModel:
-    """A model with its loss, metrics and optimizer.
+class CompiledModel(KerasTrainState):
+    """A model with its loss, metrics and optimizer: of the job, or of a model that `model()` compiled.
 
-    Args:
-        spec: the job's functions. A compiled model has its own optimizer, loss and metrics.
-        strategy: that holds the variables.
-        plan: with the precision.
-        caller: calls the job's functions.
+    It carries what Keras carries from step to step and does not save: the metrics of this epoch, random seeds, and
+    other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
     Attributes:
-        model: the user's model.
-        step: completed steps; None before the first step or load.
-        sound: False after a failure that may have changed only a part of the state.
         callbacks: of the user's, on this worker, while there is a loop.
         callback_state: of a checkpoint, for callbacks that have not begun.
-        unseeded: Keras' generator of random numbers without `seed=`.
-        carried: variables that Keras carries from step to step and does not save: the metrics of this epoch, random
-            seeds, and other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
     Raises:
-        JobError: a function of the job returned another type than it should, or the job and `model()` both compile.
-        UserCodeError: a function of the job raised.
+        JobError: also if the job and `model()` both compile.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> None:
-        self.spec, self.strategy, self.caller = spec, strategy, caller
-        self.step: int | None = None
-        self.sound = True
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, where: str) -> None:
+        super().__init__(spec, strategy, plan, where)
         self.callbacks: Sequence[Any] = ()
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
-        self.model = build_model(spec, strategy, plan, caller)
         if plan.mesh.data_ranks > 1:
-            check_stateless(self.model, _DIVIDED_STATES, caller.where)
+            check_stateless(self.model, _DIVIDED_STATES, where)
         self._steps = _StepsByRows(self.model, strategy)
-        self.unseeded = global_seed_generator()
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
             self._compile()
         elif given:
-            raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
+            raise JobError([f"model() returns a compiled model: leave {given} out"], where=where)
         if not isinstance(self.model, CustomLoop):  # which builds its optimizers in its step
-            check_optimizer(self.optimizer, caller.where)
+            check_optimizer(self.optimizer, where)
             with strategy.scope():
                 self.optimizer.build(self.model.trainable_variables)
         used: list[tf.Variable] = []
@@ -115,14 +99,14 @@ class CompiledModel:
             self._targets_by_name = len(spec.targets) > 1 and _names_outputs(self, spec.sample())
             sample = sample_rows(self.model, spec.sample(), plan)
             given = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
-            with states_reset(self.model), TensorFlowUserCode("the model", caller.where):
+            with states_reset(self.model), TensorFlowUserCode("the model", where):
                 self.model.test_on_batch(*given)  # gives the metrics their variables
             self.model.reset_metrics()
             self.model.test_function = None  # whose trace of one row a callback's evaluation would share
             self._check_mask(spec.sample())
         elif spec.sample is not None:
             used = self._traced(spec.sample())
-        self.carried: Mapping[str, list[tf.Variable]] = {
+        self.carried = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
             "seeds": [generator.state.value for generator in seed_generators(self.model)],
         }
@@ -133,9 +117,7 @@ class CompiledModel:
         others = [each for each in used if id(each) not in known]
         if others and isinstance(self.model, CustomLoop):
             problem = f"the steps of CustomLoop use the variable {others[0].name!r}, and no part of it holds that"
-            raise JobError(
-                [f"{problem}: give its model, optimizer, metric or seed generator by a name"], where=caller.where
-            )
+            raise JobError([f"{problem}: give its model, optimizer, metric or seed generator by a name"], where=where)
         self.carried = {**self.carried, CARRIED_OTHERS: others}
 
     @property
@@ -155,7 +137,7 @@ class CompiledModel:
                 "the outputs have a mask (mask_zero=True or Masking), and Keras' fit takes the mean over each device's "
                 "own unmasked steps: use devices=1, or leave run= out"
             )
-            raise JobError([problem], where=self.caller.where)
+            raise JobError([problem], where=self.where)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -175,7 +157,7 @@ class CompiledModel:
             UserCodeError: the step raised.
         """
         rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
-        data, where = self.data(repeat_row(row, rows), training=True), self.caller.where
+        data, where = self.data(repeat_row(row, rows), training=True), self.where
         step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
         try:
             with self._building_once(), TensorFlowUserCode("train_step()", where):
@@ -214,11 +196,11 @@ class CompiledModel:
                 "train_step() runs eagerly, and an optimizer of the model has no variables yet, so that the run could "
                 "not be resumed: call its build(variables) in model(), with the variables that it trains"
             )
-            raise JobError([problem], where=self.caller.where)
+            raise JobError([problem], where=self.where)
 
     def check_divided(self) -> None:
         """Raise JobError for a stateful RNN, and if the parts of a batch do not add up to the batch."""
-        model, sample, where = self.model, self.spec.sample, self.caller.where
+        model, sample, where = self.model, self.spec.sample, self.where
         check_stateless(model, _DIVIDED_STATES, where)
         if sample is None or self.strategy.num_replicas_in_sync > 1:
             return
@@ -233,7 +215,7 @@ class CompiledModel:
             check_fit(model, self.optimizers, self.carried[CARRIED_OTHERS], rows, where)
 
     def _compile(self) -> None:
-        spec, where = self.spec, self.caller.where
+        spec, where = self.spec, self.where
         if spec.optimizer is None or spec.loss is None:
             problem = 'run="fit" needs a compiled model: call compile() in model(), or give optimizer= and loss='
             raise JobError([problem], where=where)
@@ -268,9 +250,7 @@ class CompiledModel:
         replicas = self.strategy.num_replicas_in_sync
         if batch.rows % replicas:
             problem = f"Keras' fit would weigh the rows of a batch of {batch.rows} differently on {replicas} devices"
-            raise JobError(
-                [f"{problem}: use a batch_size that they divide and drop_last=True"], where=self.caller.where
-            )
+            raise JobError([f"{problem}: use a batch_size that they divide and drop_last=True"], where=self.where)
         data = self.data(batch, training=training)
         size = batch.rows // replicas
         shares = [
@@ -320,7 +300,7 @@ def _names_outputs(compiled: CompiledModel, row: Batch) -> bool:
     Raises JobError if a target does not have the name of an output.
     """
     given, *_ = keras.utils.unpack_x_y_sample_weight(compiled.data(row, training=False))
-    with compiled.strategy.scope(), TensorFlowUserCode("the model", compiled.caller.where):
+    with compiled.strategy.scope(), TensorFlowUserCode("the model", compiled.where):
         outputs = compiled.model(given, training=False)
     if not isinstance(outputs, dict):
         return False
@@ -330,7 +310,7 @@ def _names_outputs(compiled: CompiledModel, row: Batch) -> bool:
             f"the model's outputs are a dict with the keys {names}, and targets= are the columns "
             f"{', '.join(map(repr, compiled.spec.targets))}: give each column the name of its output"
         )
-        raise JobError([problem], where=compiled.caller.where)
+        raise JobError([problem], where=compiled.where)
     return True
 
 
@@ -390,7 +370,7 @@ class _FitLoop:
         self._tested: dict[str, float] = {}
         self._tested_rows = 0
         self._validated: tuple[str, list[MetricSums]] = ("", [])  # of the model with this digest
-        self._user = TensorFlowUserCode("a callback", compiled.caller.where)
+        self._user = TensorFlowUserCode("a callback", compiled.where)
         self._callbacks = keras.callbacks.CallbackList(
             compiled.own_callbacks(callbacks),
             add_history=True,
@@ -412,7 +392,7 @@ class _FitLoop:
         data = compiled.distributed(feed, training=True)
         self._begin(epoch, batch)
         before = self._seen()
-        with TensorFlowUserCode("train_step()", compiled.caller.where):
+        with TensorFlowUserCode("train_step()", compiled.where):
             logs = flat_logs(compiled.train(data))
         loss = self._loss_of(logs, before)
         phases = {COMPILED_PHASE: time.perf_counter() - begun}
@@ -421,7 +401,7 @@ class _FitLoop:
             compiled.sound = False
             raise NonFiniteLoss(
                 f"the loss became {loss} in step {compiled.step}",
-                where=compiled.caller.where,
+                where=compiled.where,
                 remedy="look at the data, lower the learning rate, or set global_clipnorm of the optimizer; Keras has "
                 "applied it already: the run continues from its last checkpoint",
             )
@@ -527,7 +507,7 @@ class _FitLoop:
             model.reset_metrics()
             self._tested, self._tested_rows = {}, 0
         replicas = self._compiled.strategy.num_replicas_in_sync
-        with TensorFlowUserCode("test_step()", self._compiled.caller.where):
+        with TensorFlowUserCode("test_step()", self._compiled.where):
             if rows % replicas:
                 logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
             else:
@@ -628,7 +608,7 @@ class FitEngine(TensorFlowEngine):
         return compiled
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
-        return CompiledModel(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
+        return CompiledModel(spec, self._strategy, plan, self._where)
 
 
 class FitOneDevice(FitEngine, TensorFlowOneDevice):

@@ -24,7 +24,6 @@ from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.tensorflow.tensorflow_compat import before_first_use
 from trainwright.strategies.tensorflow.training import checkpoint_files
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_function import TrainFunction
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState
@@ -241,10 +240,6 @@ class TensorFlowEngine(ABC):
     def _where(self) -> str:
         return f"rank {self._group.rank if self._group else 0}"
 
-    @property
-    def _caller(self) -> KerasCaller:
-        return KerasCaller(spec=self.replica.spec, where=self._where)
-
     def _tag(self) -> StateTag:
         replica = self._replica
         return StateTag(step=replica.step if replica else None, sound=replica.sound if replica else True)
@@ -254,18 +249,18 @@ class TensorFlowEngine(ABC):
             raise TrainwrightError("TensorFlow opens one strategy in a process", remedy="start a new process")
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
-        return KerasReplica(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
+        return KerasReplica(spec, self._strategy, plan, self._where)
 
     def _ready(self) -> TrainFunction:
         if self._program is None:
             replica = self.replica
             assert isinstance(replica, KerasReplica), "only those have a program"
-            self._program = TrainFunction(replica, self._caller)
+            self._program = TrainFunction(replica)
         return self._program
 
     def _evaluating(self) -> Evaluator:
         if self._evaluation is None:
-            self._evaluation = Evaluator(self.replica.model, self._caller)
+            self._evaluation = Evaluator(self.replica.model, self.replica.caller)
         return self._evaluation
 
     def _guarded(self, work: Callable[[], _Result]) -> _Result:

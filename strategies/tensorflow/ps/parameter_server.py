@@ -43,7 +43,6 @@ from trainwright.strategies.tensorflow.coordinator_engine import TensorFlowCoord
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, split_rows, whole_norm
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_function import (
     MicroBatch,
@@ -115,15 +114,14 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
-        caller = KerasCaller(spec=spec, where=self._where)
-        replica = KerasReplica(spec, tf.distribute.get_strategy(), plan, caller)
+        replica = KerasReplica(spec, tf.distribute.get_strategy(), plan, self._where)
         if replica.loss_scale is not None:
             problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
             remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
             raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
         self._served = _ServerVariables(replica, self._strategy, plan.servers)
         self._shares = _CoordinatorSteps(
-            replica, self._served, self._coordinator, caller, self._check_servers, self._group.deadline_s
+            replica, self._served, self._coordinator, self._check_servers, self._group.deadline_s
         )
         return replica
 
@@ -165,7 +163,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         """Return the evaluator, which runs micro-batches on the workers."""
         if self._evaluation is None:
             leading = self._leading
-            self._evaluation = Evaluator(self.replica.model, self._caller, leading.begin, leading.scope)
+            self._evaluation = Evaluator(self.replica.model, self.replica.caller, leading.begin, leading.scope)
         return self._evaluation
 
     # --- the chief ----------------------------------------------------------------------------------------
@@ -246,7 +244,6 @@ class _CoordinatorSteps:
         replica: of the chief.
         served: its variables on the servers.
         coordinator: a `ClusterCoordinator`.
-        caller: calls the job's functions.
         check: raises PeerLost if a server is lost.
         deadline_s: within which a worker must start on a share that the chief waits for.
 
@@ -259,12 +256,11 @@ class _CoordinatorSteps:
         replica: KerasReplica,
         served: _ServerVariables,
         coordinator: Any,
-        caller: KerasCaller,
         check: Callable[[], None],
         deadline_s: float,
     ) -> None:
-        check_fit_only(replica.model, replica.spec, caller.where)
-        self._replica, self._served, self._coordinator, self._caller = replica, served, coordinator, caller
+        check_fit_only(replica.model, replica.spec, replica.where)
+        self._replica, self._served, self._coordinator = replica, served, coordinator
         self._check_servers, self._deadline_s = check, deadline_s
         self._begun: dict[int, _PendingStep] = {}
         self._seeds = [tensor_conversion.to_numpy(seed.value) for seed in replica.seeds]
@@ -331,7 +327,7 @@ class _CoordinatorSteps:
         parts = zip(feed.parts, feed.data_ranks, strict=True)
         given = tf.constant(rate, tf.float32)
         shares = [
-            micro_batches(self._replica.spec, self._caller.wanted, part, feed.step, rank, muted=muted)
+            micro_batches(self._replica.spec, self._replica.caller.wanted, part, feed.step, rank, muted=muted)
             for part, rank in parts
         ]
         return _PendingStep(rate, [self.begin(self._share, share, given) for share in shares])
@@ -361,7 +357,7 @@ class _CoordinatorSteps:
             self._check_servers()
         raise PeerLost(
             f"no worker took a share within {self._deadline_s:g} s",
-            where=self._caller.where,
+            where=self._replica.where,
             remedy=LOST_PEER_REMEDY,
         )
 
@@ -401,7 +397,7 @@ class _CoordinatorSteps:
         return _ShareResult(sums, losses, logged)
 
     def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> MicroOutcome:
-        return run_micro_batch(self._replica, self._caller, micro, trained, state)
+        return run_micro_batch(self._replica, micro, trained, state)
 
     def _check(self, feed: Feed, results: Sequence[_ShareResult]) -> None:
         """Raise NonFiniteLoss with the samples of the shares whose loss or gradient is not finite."""
@@ -416,7 +412,7 @@ class _CoordinatorSteps:
             what = "the loss became" if lost else "a gradient is"
             error = NonFiniteLoss(
                 f"{what} not finite in step {feed.step + 1}" + (f", in samples {format_samples(bad)}" if bad else ""),
-                where=f"{self._caller.where}, data ranks {format_samples(ranks)}",
+                where=f"{self._replica.where}, data ranks {format_samples(ranks)}",
                 remedy=f"{_SKIPPED}; nothing of these shares was applied, other shares of the step may be",
             )
             error.samples = tuple(bad)

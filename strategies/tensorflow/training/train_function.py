@@ -38,7 +38,7 @@ from trainwright.strategies.tensorflow.tensorflow_compat import use_global_seeds
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.divided_losses import check_losses
 from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
-from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
+from trainwright.strategies.tensorflow.training.objective import LOSS
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica, check_fit_only
 
@@ -101,15 +101,14 @@ class TrainFunction:
 
     Args:
         replica: model and optimizer.
-        caller: calls the job's functions.
 
     Raises:
         JobError: only Keras' `fit` can train the model.
     """
 
-    def __init__(self, replica: KerasReplica, caller: KerasCaller) -> None:
-        check_fit_only(replica.model, replica.spec, caller.where)
-        self._replica, self._caller, self._strategy = replica, caller, replica.strategy
+    def __init__(self, replica: KerasReplica) -> None:
+        check_fit_only(replica.model, replica.spec, replica.where)
+        self._replica, self._caller, self._strategy = replica, replica.caller, replica.strategy
         self._kind = tf.float64 if any(v.dtype == tf.float64 for v in replica.trained) else tf.float32
         self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard or replica.scales
         compiled = replica.spec.compile == "xla"
@@ -266,7 +265,7 @@ class TrainFunction:
         scale = self._replica.loss_scale
         trained = [tf.convert_to_tensor(variable) for variable in self._replica.trained]
         found = run_micro_batch(
-            self._replica, self._caller, micro, trained, state,
+            self._replica, micro, trained, state,
             lambda total: self._times(total / tf.cast(rows, total.dtype), scale),
         )  # fmt: skip
         gradients = [changed(each, lambda values: self._times(values, scale, inverse=True)) for each in found.gradients]
@@ -372,7 +371,6 @@ def micro_batches(
 
 def run_micro_batch(
     replica: KerasReplica,
-    caller: KerasCaller,
     micro: MicroBatch,
     trained: list[Any],
     state: list[Any],
@@ -382,7 +380,6 @@ def run_micro_batch(
 
     Args:
         replica: with the model.
-        caller: calls the job's functions.
         micro: the micro-batch.
         trained: values of the trained variables.
         state: values of the other variables.
@@ -396,11 +393,11 @@ def run_micro_batch(
         scope = _Scope([*_seed_values(replica.seeds, micro.seed), *before, *named])
         with scope:
             if replica.spec.step:
-                logged = caller.step_terms(replica.model, micro.columns, micro.weights)
+                logged = replica.caller.step_terms(replica.model, micro.columns, micro.weights)
                 values, weights = logged.pop(LOSS)
             else:
                 logged = {}
-                values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
+                values, weights = replica.caller.loss(replica.model, micro.columns, micro.weights, training=True)
         scope.check(replica.where)
         objective = scaled(tf.reduce_sum(values * weights))
     found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)

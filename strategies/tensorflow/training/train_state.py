@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy.typing as npt
@@ -22,75 +23,74 @@ from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorF
 _SEED_BITS = 32
 
 
-class KerasTrainState(Protocol):
-    """The state that is copied, saved and restored; see `KerasReplica`."""
-
-    spec: ModelSpec
-    strategy: tf.distribute.Strategy
-    model: keras.Model
-    step: int | None
-    sound: bool
-    carried: Mapping[str, list[tf.Variable]]
-
-    @property
-    def optimizer(self) -> Any:
-        """The user's optimizer."""
-
-    def check_divided(self) -> None:
-        """Raise JobError if the parts of a batch do not add up to the batch."""
-
-    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return arrays that a checkpoint has beside the variables."""
-
-    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take these arrays of a checkpoint."""
-
-
-class KerasReplica:
-    """Model and optimizer of one worker, made by the job's functions in the strategy's scope.
-
-    A model that knows no shapes yet learns them from a sample.
+class KerasTrainState(ABC):
+    """Model, optimizer and step of one worker, which are copied, saved and restored.
 
     Args:
         spec: the job's functions.
         strategy: that holds the variables.
         plan: with the precision (`bf16` is Keras' `mixed_bfloat16`) and the number of parts of a batch.
-        caller: calls the job's functions.
+        where: the rank, for errors.
 
     Attributes:
-        model: the user's model.
-        optimizer: the user's optimizer.
+        caller: calls the job's functions.
+        model: the user's model. One that knows no shapes yet learns them from a sample.
         step: completed steps; None before the first step or load.
-        sound: False if the optimizer may have updated only some variables.
+        sound: False after a failure that may have changed only a part of the state.
         unseeded: Keras' generator of random numbers without `seed=`.
-        slots: variables of the optimizer for each trained variable, in the order in which they were made.
-        carried: variables that neither model nor optimizer saves, by name. None here: random numbers follow from seed
-            and step.
-        sum_options: for each sum over replicas.
+        carried: variables that neither model nor optimizer saves, by name.
 
     Raises:
         JobError: the job's functions do not return what they should.
         UserCodeError: they raised.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> None:
-        self.spec, self.strategy, self.where = spec, strategy, caller.where
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, where: str) -> None:
+        self.spec, self.strategy, self.where = spec, strategy, where
+        self.caller = KerasCaller(spec=spec, where=where)
         self.step: int | None = None
         self.sound = True
         self.carried: Mapping[str, list[tf.Variable]] = {}
-        self.sum_options = sum_options(plan)
-        self.model = build_model(spec, strategy, plan, caller)
+        self.model = _build_model(spec, strategy, plan, self.caller)
         self.unseeded = global_seed_generator()
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> Any:
+        """The user's optimizer."""
+
+    @abstractmethod
+    def check_divided(self) -> None:
+        """Raise JobError if the parts of a batch do not add up to the batch."""
+
+    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return arrays that a checkpoint has beside the variables."""
+        return {}
+
+    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take these arrays of a checkpoint."""
+        return
+
+
+class KerasReplica(KerasTrainState):
+    """The state of trainwright's own steps. Its random numbers follow from seed and step.
+
+    Attributes:
+        slots: variables of the optimizer for each trained variable, in the order in which they were made.
+        sum_options: for each sum over replicas.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, where: str) -> None:
+        super().__init__(spec, strategy, plan, where)
+        self.sum_options = sum_options(plan)
         with self.strategy.scope():
             with TensorFlowUserCode("optimizer()", self.where):
-                self.optimizer = self.spec.make_optimizer(
-                    [(each.path, each) for each in self.model.trainable_variables]
-                )
-            if not isinstance(self.optimizer, keras.optimizers.Optimizer):
+                optimizer = self.spec.make_optimizer([(each.path, each) for each in self.model.trainable_variables])
+            if not isinstance(optimizer, keras.optimizers.Optimizer):
                 raise JobError(
-                    [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
+                    [f"optimizer() returned {type(optimizer).__name__}: return a keras.optimizers.Optimizer"]
                 )
-            self.optimizer = _with_loss_scale(self.optimizer, self.model)
+            self._optimizer = _with_loss_scale(optimizer, self.model)
             self.slots = build_optimizer(self.optimizer, self.model.trainable_variables)
         rule = inner_optimizer(self.optimizer)
         rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums already: Keras would sum them again
@@ -108,6 +108,11 @@ class KerasReplica:
         drawn = {id(seed) for seed in self.seeds}
         self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
 
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer; in a LossScaleOptimizer where the model computes in float16."""
+        return self._optimizer
+
     def check_divided(self) -> None:
         """Raise JobError if the optimizer works in one replica only: Keras updates it in a branch of the graph."""
         rule, problems = inner_optimizer(self.optimizer), []
@@ -119,13 +124,6 @@ class KerasReplica:
             problems.append(f"the optimizer's ema_overwrite_frequency={count} needs one device: {remedy}")
         if problems:
             raise JobError(problems, where=self.where)
-
-    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return no arrays: all state is in variables."""
-        return {}
-
-    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Ignore the state of callbacks, of a run with `fit`."""
 
     @property
     def trained(self) -> list[tf.Variable]:
@@ -219,8 +217,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list
     return [made.get(id(variable), []) for variable in variables]
 
 
-def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> keras.Model:
-    """Build the job's model in the strategy's scope, with all variables; see `KerasReplica` for arguments."""
+def _build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> keras.Model:
+    """Build the job's model in the strategy's scope, with all variables; see `KerasTrainState` for arguments."""
     keras.utils.set_random_seed(fold_seed(spec.seed, -1) % 2**_SEED_BITS)
     with strategy.scope(), _policy(plan):
         use_global_seeds(None)

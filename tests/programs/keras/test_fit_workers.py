@@ -19,7 +19,6 @@ from tests.programs.keras.engines import epochs, plan_of, spec_of, train_on_work
 from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError
 from trainwright.strategies.tensorflow.fit_workers import _CompiledOnWorkers, _WorkerSums
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 SIDE, CLASSES, BATCH = 8, 3, 16
 RANDOM = np.random.default_rng(0)
@@ -362,7 +361,7 @@ def test_only_the_seeds_that_a_step_draws_from_are_summed(draws: bool) -> None:
 
     given = job(noisy, train=tw.datasets.table(COLUMNS), targets="value", evaluate=None)
     sums, spec = OwnSums(), spec_of(given, 2)
-    compiled = _CompiledOnWorkers(spec, plan_of(given), KerasCaller(spec=spec, where="rank 1"), sums)
+    compiled = _CompiledOnWorkers(spec, plan_of(given), "rank 1", sums)
     compiled.make_functions()
     dropped, unseeded = compiled.carried["seeds"]
     before = unseeded.numpy()
