@@ -388,11 +388,33 @@ def verify_claim(key: bytes, challenge: bytes, said: bytes | bytearray | memoryv
 
 
 def authenticate(connection: socket.socket, key: bytes, rank: int, until: float) -> None:
-    """Do the member's side over a blocking socket; `until` is on the clock of `time.monotonic`. Raises OSError."""
-    said, expected = member_claim(key, _received(connection, NONCE_BYTES, until), rank)
-    connection.sendall(said)
-    if not hmac.compare_digest(_received(connection, MAC_BYTES, until), expected):
-        raise ConnectionError("the server does not know the group's key")
+    """Do the member's side over a blocking socket; `until` is on the clock of `time.monotonic`.
+
+    Raises OSError with the socket closed.
+    """
+    try:
+        said, expected = member_claim(key, _received(connection, NONCE_BYTES, until), rank)
+        connection.sendall(said)
+        if not hmac.compare_digest(_received(connection, MAC_BYTES, until), expected):
+            raise ConnectionError("the server does not know the group's key")
+    except OSError:
+        connection.close()
+        raise
+
+
+def connect_over_tcp(
+    address: Address, key: bytes, rank: int, until: float, peer: str, canceller: ConnectionCanceller | None = None
+) -> socket.socket:
+    """Connect to a member that listens at an address, and do the handshake as `rank`. Raises PeerLost."""
+    try:
+        connection = connect((address.host, address.port), until, canceller)
+    except OSError as error:
+        raise PeerLost(f"{peer} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
+    try:
+        authenticate(connection, key, rank, until)
+    except OSError as error:
+        raise connection_lost(peer, error) from error
+    return connection
 
 
 def authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
@@ -486,13 +508,4 @@ def accept_member(listener: SocketListener, key: bytes, until: float) -> tuple[i
 
 def join_group(address: Address, key: bytes, rank: int, until: float, peer: str) -> FramedConnection:
     """Connect to a member that listens at an address, and do the handshake as `rank`. Raises PeerLost."""
-    try:
-        connection = connect((address.host, address.port), until)
-    except OSError as error:
-        raise PeerLost(f"{peer} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
-    try:
-        authenticate(connection, key, rank, until)
-    except OSError as error:
-        connection.close()
-        raise connection_lost(peer, error) from error
-    return FramedConnection(connection, peer)
+    return FramedConnection(connect_over_tcp(address, key, rank, until, peer), peer)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Peer
-from trainwright.strategies.common import shared_memory, socket_transport
+from trainwright.strategies.common import shared_memory
 from trainwright.strategies.common.socket_transport import (
-    LOST_PEER_REMEDY,
     NO_DEADLINE,
     ConnectionCanceller,
     OutgoingBuffers,
+    authenticate,
     connect,
+    connect_over_tcp,
     connection_lost,
     receive_exactly,
     remaining_s,
@@ -47,15 +47,10 @@ def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: C
     name = f"rank {peer.rank}"
     if shared_memory.HAS_SHARED_MEMORY:
         with suppress(OSError):  # it is on another machine, or does not accept Unix sockets
-            return _authenticated(connect(unix_socket_name(peer.address), until, switch), name, key, rank, until)
-    try:
-        connection = connect((peer.address.host, peer.address.port), until, switch)
-    except OSError as error:
-        raise PeerLost(f"{name} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
-    try:
-        return _authenticated(connection, name, key, rank, until)
-    except OSError as error:
-        raise connection_lost(name, error) from error
+            connection = connect(unix_socket_name(peer.address), until, switch)
+            authenticate(connection, key, rank, until)
+            return ServerConnection(connection, name)
+    return ServerConnection(connect_over_tcp(peer.address, key, rank, until, name, switch), name)
 
 
 class ServerConnection:
@@ -282,16 +277,6 @@ class _ServerAnswer:
     size: int = 0
     have: int = 0
     source: memoryview | None = None
-
-
-def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, until: float) -> ServerConnection:
-    """Do the handshake, and return the connection. Raises OSError with the socket closed."""
-    try:
-        socket_transport.authenticate(connection, key, rank, until)
-    except OSError:
-        connection.close()
-        raise
-    return ServerConnection(connection, peer)
 
 
 def _header(connection: socket.socket, until: float) -> tuple[FrameHeader, int | None]:

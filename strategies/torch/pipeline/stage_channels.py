@@ -250,11 +250,7 @@ def open_channel(
 ) -> socket.socket:
     """Connect to the rank that listens at an address, and say which channel this is. Raises OSError."""
     connection = _connect(address, until, canceller)
-    try:
-        authenticate(connection, key, number, until)
-    except OSError:
-        connection.close()
-        raise
+    authenticate(connection, key, number, until)
     return connection
 
 
