@@ -94,9 +94,9 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
         JobError: there is no such module; when called: it did not run, or gives no such item.
     """
     if layers:
-        taps = _LayerHooks({layer: (model, layer) for layer in layers.values()})
-        model.register_forward_pre_hook(partial(_begin, taps))
-        model.register_forward_hook(partial(_tell, taps, layers))
+        hooks = _LayerHooks({layer: (model, layer) for layer in layers.values()})
+        model.register_forward_pre_hook(hooks.begin)
+        model.register_forward_hook(partial(hooks.add_to, layers))
     return model
 
 
@@ -156,15 +156,6 @@ def _array(value: Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _begin(taps: _LayerHooks, module: nn.Module, given: Any) -> None:
-    taps.begin()
-
-
-def _tell(taps: _LayerHooks, layers: Mapping[str, str], module: nn.Module, given: Any, outputs: Any) -> dict[str, Any]:
-    heard = taps.take()
-    return {**dict(flat_outputs(outputs)), **{output: heard[layer] for output, layer in layers.items()}}
-
-
 inside = _TorchInlineTeacher
 
 
@@ -192,9 +183,9 @@ class _LayerHooks:
             except AttributeError:
                 known = [each for each, _ in model.named_modules() if each]
                 raise JobError([f"the model has no layer {path!r}: {nearest(path, known)}"]) from None
-            module.register_forward_hook(partial(_hear, self, name))
+            module.register_forward_hook(partial(self._record, name))
 
-    def begin(self) -> None:
+    def begin(self, *_: Any) -> None:
         """Start to record a forward."""
         self._found = {}
         self._open = True
@@ -204,14 +195,14 @@ class _LayerHooks:
         found, self._found, self._open = self._found, {}, False
         return {name: layer_tensor(found, name, item, _is_tensor) for name, item in self._items.items()}
 
-    def hear(self, name: str, output: Any) -> None:
-        """Record a call of a layer."""
+    def add_to(self, layers: Mapping[str, str], _module: nn.Module, _inputs: Any, outputs: Any) -> dict[str, Any]:
+        """Return a model's outputs by name with those of layers, as a hook of its forward."""
+        found = self.take()
+        return {**dict(flat_outputs(outputs)), **{output: found[layer] for output, layer in layers.items()}}
+
+    def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._open:
             self._found[name] = output
-
-
-def _hear(taps: _LayerHooks, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-    taps.hear(name, output)
 
 
 def _is_tensor(value: Any) -> bool:
