@@ -324,7 +324,8 @@ def receive_available(connection: socket.socket, into: memoryview, *, files: boo
             count, found = connection.recv_into(into, 0, socket.MSG_WAITALL), None
         else:
             count, ancillary, _, _ = connection.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-            found = _first_descriptor(ancillary)
+            rights = (data for *kind, data in ancillary if kind == [socket.SOL_SOCKET, socket.SCM_RIGHTS])
+            found = next((array.array("i", data[:4])[0] for data in rights), None)
     except BlockingIOError:
         return 0, None
     if not count:
@@ -346,13 +347,6 @@ def receive_exactly(connection: socket.socket, into: memoryview, until: float) -
         found = file if found is None else found
         into = into[count:]
     return found
-
-
-def _first_descriptor(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            return array.array("i", data[:4])[0]
-    return None
 
 
 # --- The handshake ----------------------------------------------------------------------------------------------------

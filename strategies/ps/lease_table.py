@@ -55,6 +55,7 @@ class _Rounds:
         until: steps from this one on may not start.
         started_steps: first step that no round was started for.
         first: first round that is not closed.
+        next: by share, the first round whose unit was never leased.
     """
 
     def __init__(self, *, shares: int, start: int, consistency: Consistency, local_steps: int, window: int) -> None:
@@ -63,7 +64,7 @@ class _Rounds:
         self.until = self.started_steps = start
         self.first = self._started = 0  # the first round that is not closed, and the first that is not started
         self._open: dict[int, _Round] = {}
-        self._next = [0] * shares  # by share, the first round whose unit was never leased
+        self.next = [0] * shares
         self._heap = [(0, share) for share in range(shares)]  # of the same
 
     @property
@@ -83,22 +84,18 @@ class _Rounds:
         """Whether units of a round may be leased."""
         return at <= self.first + self._ahead and (at < self._started or self.started_steps < self.until)
 
-    def next_of(self, share: int) -> int:
-        """Return the first round whose unit of a share was never leased."""
-        return self._next[share]
-
     def oldest(self) -> tuple[int, int]:
         """Return round and share of the oldest unit that was never leased."""
-        while self._heap[0][0] != self._next[self._heap[0][1]]:
+        while self._heap[0][0] != self.next[self._heap[0][1]]:
             _, share = heapq.heappop(self._heap)
-            heapq.heappush(self._heap, (self._next[share], share))
+            heapq.heappush(self._heap, (self.next[share], share))
         return self._heap[0]
 
     def take(self, at: int, share: int) -> WorkUnit:
         """Return a share's unit of a round, leased for the first time."""
         if at == self._started:
             self._start()
-        self._next[share] = at + 1
+        self.next[share] = at + 1
         mine = self._open[at]
         return WorkUnit(mine.step, share, mine.steps)
 
@@ -124,7 +121,7 @@ class _Rounds:
             if self.first == self._started:
                 self._start()
             for unit in mine.units:
-                self._next[unit.share] = max(self._next[unit.share], self.first)
+                self.next[unit.share] = max(self.next[unit.share], self.first)
                 self._open[self.first].units.add(unit)
         return closed, mine.units
 
@@ -251,7 +248,7 @@ class LeaseTable:
 
     def _unheld(self, share: int) -> tuple[int, WorkUnit] | None:
         """Take a unit that no worker holds, for the worker of a share."""
-        next_at = self._rounds.next_of(share)
+        next_at = self._rounds.next[share]
         own = next_at if self._rounds.may_start(next_at) else None
         while self._free and self._free[0] not in self._wanted:
             heapq.heappop(self._free)

@@ -7,7 +7,6 @@ fixed address, so a process that replaces another one gets the port of its prede
 
 from __future__ import annotations
 
-import json
 import logging
 import select
 import socket
@@ -217,7 +216,7 @@ class MemberRegistry:
             raise PeerLost(f"rank {rank} is not in this group")
         until = time.monotonic() + HANDSHAKE_S
         former = self._servers.get(rank, Address(host="", port=0))
-        connection.send(_packed(former), until)
+        connection.send(_ADDRESS.dump_json(former), until)
         server = _unpacked(connection, until)
         connection.notice_after(**_KEEPALIVE)
         with self._changed:
@@ -254,7 +253,7 @@ class MemberConnection:
                 )
             with free_address(host, former.port, min(until, time.monotonic() + HANDSHAKE_S / 2)) as address:
                 serve(address)
-            self._chief.send(_packed(address), until)
+            self._chief.send(_ADDRESS.dump_json(address), until)
         except BaseException:
             self._chief.close()
             raise
@@ -297,10 +296,6 @@ def _bound(port: int, until: float) -> socket.socket:
                     remedy="form a new group, or find the process that has the port: ss -tanp",
                 ) from error
         time.sleep(_PORT_POLL_S)
-
-
-def _packed(address: Address) -> bytes:
-    return json.dumps({"host": address.host, "port": address.port}).encode()
 
 
 def _unpacked(connection: FramedConnection, until: float) -> Address:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -88,9 +87,7 @@ class MultiWorkerMirrored(TensorFlowEngine):
         os.environ[_TF_CONFIG] = json.dumps(_tf_config(group))
         if group.rank:
             _await_server(group.peers[0].address, group.deadline_s)
-        options = tf.distribute.experimental.CommunicationOptions(
-            timeout_seconds=timedelta(seconds=group.deadline_s).total_seconds()
-        )
+        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=group.deadline_s)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         self._close()
         return strategy
