@@ -198,6 +198,13 @@ class Teacher(StrictModel):
         return f"{self!r}, {self.lesson}"  # data sets with its outputs are compared by this
 
     @property
+    def builder(self) -> Callable[[], Any]:
+        """() -> its model."""
+        build = self.model if self.job is None else self.job.model
+        assert build is not None, "it has a job or a model"
+        return build
+
+    @property
     def columns(self) -> ColumnNames:
         """The columns that the teacher adds: its output, then each layer."""
         return (teacher_column(self.name), *(teacher_column(self.name, layer) for layer in self.layers))
@@ -226,9 +233,8 @@ class Teacher(StrictModel):
         """Return a job whose model reads a data set, without weights."""
         if self.job is not None:
             return inference_job(self.job, data)
-        assert self.model is not None, "it has a job or a model"
         return Job(
-            name=f"teacher-{self.name}", model=self.model, train=data, loss=no_loss, optimizer=frozen_optimizer,
+            name=f"teacher-{self.name}", model=self.builder, train=data, loss=no_loss, optimizer=frozen_optimizer,
             inputs=self.inputs, pad=self.pad, collate=self.collate, precision=self.precision,
             batch_size=self.batch_size, inexact=("batch_norm",), plan=self.plan,
         )  # fmt: skip

@@ -245,13 +245,11 @@ class StudentEvaluation:
     def _score(self, name: str, scores: ClassificationMetrics | RegressionMetrics) -> ModelScore:
         """Return the scores of a model, or of all teachers together, which have no model of their own."""
         own: dict[str, Any] = {}
-        for each in self._models:
-            if each.name == name:
-                profile = each.profile
-                own = {
-                    "metrics": each.sums.means(), "latency_s": each.latency_s, "parameters": profile.parameters,
-                    "size_bytes": profile.parameter_bytes,
-                }  # fmt: skip
+        if (model := next((each for each in self._models if each.name == name), None)) is not None:
+            own = {
+                "metrics": model.sums.means(), "latency_s": model.latency_s, "parameters": model.profile.parameters,
+                "size_bytes": model.profile.parameter_bytes,
+            }  # fmt: skip
         return ModelScore(
             name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
             reliability=scores.reliability(),

@@ -52,8 +52,7 @@ def load_teacher(teacher: Teacher) -> TeacherRunner:
     if teacher.weights is not None:
         with _local_weights(teacher.weights) as (_, sha256):
             return TeacherRunner(teacher=teacher, sha256=sha256)
-    assert teacher.model is not None, "a teacher has a job or a model"
-    first, second = (model_backend(model).digest(model) for model in (teacher.model(), teacher.model()))
+    first, second = (model_backend(model).digest(model) for model in (teacher.builder(), teacher.builder()))
     if first != second:
         problem = "model() has other weights each time: seed it, or give weights="
         raise JobError([problem], where=repr(teacher))
@@ -81,11 +80,10 @@ def teacher_inference_model(runner: TeacherRunner, data: Dataset) -> InferenceMo
 
 def _builder(runner: TeacherRunner, layers: Mapping[str, str]) -> _TeacherModelBuilder:
     """Return the builder of a teacher's model with its weights."""
-    teacher = runner.teacher
-    build = teacher.model if teacher.job is None else teacher.job.model
-    assert build is not None, "a teacher has a job or a model"
-    file = teacher.weights or ""
-    return _TeacherModelBuilder(build=build, weights=runner.weights, file=file, sha256=runner.sha256, layers=layers)
+    teacher, file = runner.teacher, runner.teacher.weights or ""
+    return _TeacherModelBuilder(
+        build=teacher.builder, weights=runner.weights, file=file, sha256=runner.sha256, layers=layers
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +135,8 @@ class TeacherRunner:
         if missing:
             problem = f"{self.teacher!r} is given {', '.join(missing)}, which the student's step does not have"
             raise JobError([f'{problem}: add it to what the job\'s collate= gives, or use way="offline" or "online"'])
-        build = self.teacher.model if self.teacher.job is None else self.teacher.job.model
-        assert build is not None, "it has a job or a model"
         with random_state.preserve_generators():
-            model = build_model(build)
+            model = build_model(self.teacher.builder)
         keywords = self.teacher.lesson.keywords
         profile: ModelProfile = profiler_of(model).profile_model(model, sample, self.wanted, keywords=keywords)
         return profile
