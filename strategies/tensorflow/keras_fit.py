@@ -163,7 +163,7 @@ class CompiledModel(KerasTrainState):
             with self._building_once(), TensorFlowUserCode("train_step()", where):
                 traced = step.get_concrete_function()
         except UserCodeError:
-            if not self._eager:
+            if not (self.model.run_eagerly or self.spec.compile == "eager"):
                 raise
             self._check_optimizers()
             return []
@@ -184,10 +184,6 @@ class CompiledModel(KerasTrainState):
             for part in (each for each in parts if several and not each.built):
                 stack.enter_context(replaced(part, "build", partial(_build_once, part.build)))
             yield
-
-    @property
-    def _eager(self) -> bool:
-        return bool(self.model.run_eagerly) or self.spec.compile == "eager"
 
     def _check_optimizers(self) -> None:
         """Raise JobError for an optimizer that makes its variables in the first step: it could not be restored."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -319,16 +318,8 @@ def _answers(teacher: InlineTeacher, columns: Mapping[str, tf.Tensor], like: tf.
 
 def _apart(function: Callable[[], Any]) -> Any:
     """Return the result of a function in its own thread, outside of graph, strategy and Keras scopes."""
-    found: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(function())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="teacher").start()
-    return found.result()
+    with ThreadPoolExecutor(1, thread_name_prefix="teacher") as pool:
+        return pool.submit(function).result()
 
 
 TENSORS = TensorOps(

@@ -251,14 +251,14 @@ def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
 
 def _takes(call: Any, given: Any) -> bool:
     """Whether a model's `call` has an argument for each input, by name or by position."""
-    parameters = [each for each in inspect.signature(call).parameters.values() if each.name != "training"]
-    open_kind = inspect.Parameter.VAR_KEYWORD if isinstance(given, dict) else inspect.Parameter.VAR_POSITIONAL
-    if any(each.kind is open_kind for each in parameters):
-        return True
-    if isinstance(given, dict):
-        return set(given) <= {each.name for each in parameters}
-    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(given) <= sum(each.kind in placed for each in parameters)
+    whole = inspect.signature(call)
+    signature = whole.replace(parameters=[each for each in whole.parameters.values() if each.name != "training"])
+    names, places = (given, ()) if isinstance(given, dict) else ({}, given)
+    try:
+        signature.bind_partial(*places, **names)
+    except TypeError:
+        return False
+    return True
 
 
 def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
