@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -13,23 +12,7 @@ from trainwright.core.topology import WorkUnit
 ALIGNMENT = 64  # bytes; enough for vector instructions and every dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelTensor:
-    """One of the model's tensors."""
-
-    name: str  # full name
-    shape: tuple[int, ...]  # of all of it
-    dtype: str  # of its elements, as the framework names it
-    item_bytes: int  # size of an element
-    kind: TensorKind = "trained"  # `trained`, `buffer` or `frozen`
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all of it."""
-        return math.prod(self.shape) * self.item_bytes
-
-
-def place_tensors(tensors: Sequence[ModelTensor], servers: int, *, cut: bool = True) -> tuple[ParameterShard, ...]:
+def place_tensors(tensors: Sequence[ShardSlot], servers: int, *, cut: bool = True) -> tuple[ParameterShard, ...]:
     """Return each server's shard.
 
     A tensor larger than a fair share, total / servers, is split by rows of its first dimension into nearly equal
@@ -38,25 +21,23 @@ def place_tensors(tensors: Sequence[ModelTensor], servers: int, *, cut: bool = T
     tensors are balanced separately; all buffers are on the first server.
 
     Args:
-        tensors: in the model's order.
+        tensors: whole, in the model's order.
         servers: how many.
         cut: whether tensors may be split; False for optimizers that need whole ones.
     """
     held: list[list[tuple[int, ShardSlot]]] = [[] for _ in range(servers)]
     for kind in ("trained", "frozen"):
         mine = [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == kind]
-        total = sum(tensor.size_bytes for _, tensor in mine)
+        total = sum(tensor.size for _, tensor in mine)
         loads = [0] * servers
-        for place, tensor in sorted(mine, key=lambda one: (-one[1].size_bytes, one[0])):
-            pieces = _split_rows(
-                tensor, servers if cut and _exceeds_fair_share(tensor.size_bytes, servers, total) else 1
-            )
+        for place, tensor in sorted(mine, key=lambda one: (-one[1].size, one[0])):
+            pieces = _split_rows(tensor, servers if cut and _exceeds_fair_share(tensor.size, servers, total) else 1)
             # a server holds one piece of a tensor at most
             emptiest = sorted(range(servers), key=lambda server: (loads[server], server))
             for server, piece in zip(emptiest, pieces, strict=False):
                 loads[server] += piece.size
                 held[server].append((place, piece))
-    held[0] += [(place, _whole_slot(tensor)) for place, tensor in enumerate(tensors) if tensor.kind == "buffer"]
+    held[0] += [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == "buffer"]
     return tuple(_lay_out(one) for one in held)
 
 
@@ -79,28 +60,16 @@ def _exceeds_fair_share(size_bytes: int, servers: int, total: int) -> bool:
     return size_bytes * servers > total
 
 
-def _split_rows(tensor: ModelTensor, parts: int) -> Sequence[ShardSlot]:
+def _split_rows(tensor: ShardSlot, parts: int) -> Sequence[ShardSlot]:
     """Split a tensor into this many pieces of whole rows, or one for each row; the largest first."""
-    whole, rows = _whole_slot(tensor), tensor.shape[0] if tensor.shape else 1
+    rows = tensor.shape[0] if tensor.shape else 1
     if min(rows, parts) < 2:
-        return (whole,)
-    row_bytes, more = tensor.size_bytes // rows, rows % min(rows, parts)
+        return (tensor,)
+    row_bytes, more = tensor.size // rows, rows % min(rows, parts)
     counts = [rows // min(rows, parts) + (part < more) for part in range(min(rows, parts))]
     return tuple(
-        replace(whole, shape=(end - start, *tensor.shape[1:]), rows=(start, end), size=(end - start) * row_bytes)
+        replace(tensor, shape=(end - start, *tensor.shape[1:]), rows=(start, end), size=(end - start) * row_bytes)
         for start, end in pairwise(accumulate(counts, initial=0))
-    )
-
-
-def _whole_slot(tensor: ModelTensor) -> ShardSlot:
-    return ShardSlot(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        rows=None,
-        offset=0,
-        size=tensor.size_bytes,
-        kind=tensor.kind,
     )
 
 
@@ -133,9 +102,9 @@ class ShardSlot:
     name: str  # full name of the tensor
     shape: tuple[int, ...]  # of the part that is here
     dtype: str  # of its elements, as the framework names it
-    rows: tuple[int, int] | None  # start and end in the tensor's first dimension; None for a whole tensor
+    rows: tuple[int, int] | None = None  # start and end in the tensor's first dimension; None for a whole tensor
     # offset, size: bytes in the shard's region, from the region's start; offsets are multiples of `ALIGNMENT`
-    offset: int
+    offset: int = 0
     size: int
     # `trained` is pulled and pushed; `buffer` is pulled, and pushed unencoded; `frozen` is pulled once
     kind: TensorKind = "trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from trainwright.core.topology import Consistency, WorkUnit
 from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
 from trainwright.strategies.ps.parameter_shards import (
     ALIGNMENT,
-    ModelTensor,
     ParameterShard,
+    ShardSlot,
     count_busy_servers,
     place_tensors,
 )
@@ -311,7 +312,7 @@ def test_shards_hold_every_byte_once_and_nearly_as_many_each(
     shapes: list[list[int]], kinds: list[str], servers: int, cut: bool
 ) -> None:
     tensors = [
-        ModelTensor(name=f"t{number}", shape=tuple(shape), dtype="float32", item_bytes=4, kind=kind)  # type: ignore[arg-type]
+        ShardSlot(name=f"t{number}", shape=tuple(shape), dtype="float32", size=4 * math.prod(shape), kind=kind)  # type: ignore[arg-type]
         for number, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
     ]
     shards = place_tensors(tensors, servers, cut=cut)
@@ -319,24 +320,24 @@ def test_shards_hold_every_byte_once_and_nearly_as_many_each(
     for tensor in tensors:
         pieces = [slot for shard in shards for slot in shard.slots if slot.name == tensor.name]
         held = [{slot.name for slot in shard.slots} for shard in shards]
-        assert sum(slot.size for slot in pieces) == tensor.size_bytes
+        assert sum(slot.size for slot in pieces) == tensor.size
         assert sum(tensor.name in names for names in held) == len(pieces), "a server has one piece at most"
         edges = sorted(slot.rows for slot in pieces if slot.rows)
         assert not edges or (edges[0][0] == 0 and edges[-1][1] == tensor.shape[0])
         assert all(before[1] == after[0] for before, after in pairwise(edges))
         assert cut or len(pieces) == 1
-    trained = [(one.shape[0] if one.shape else 1, one.size_bytes) for one in tensors if one.kind == "trained"]
+    trained = [(one.shape[0] if one.shape else 1, one.size) for one in tensors if one.kind == "trained"]
     assert not cut or count_busy_servers(trained, servers) == sum(shard.trained_bytes > 0 for shard in shards)
     for kind in ("trained", "frozen"):
         _check_balance(tensors, shards, kind)
     _check_places(shards)
 
 
-def _check_balance(tensors: list[ModelTensor], shards: tuple[ParameterShard, ...], kind: str) -> None:
+def _check_balance(tensors: list[ShardSlot], shards: tuple[ParameterShard, ...], kind: str) -> None:
     """No server holds more than a fair share, the largest piece, and a row of each tensor that was cut."""
     pieces = [slot for shard in shards for slot in shard.slots if slot.kind == kind]
     rows = {slot.name: slot.size // (slot.rows[1] - slot.rows[0]) for slot in pieces if slot.rows}
-    total = sum(tensor.size_bytes for tensor in tensors if tensor.kind == kind)
+    total = sum(tensor.size for tensor in tensors if tensor.kind == kind)
     most = total / len(shards) + max((slot.size for slot in pieces), default=0) + sum(rows.values())
     for shard in shards:
         assert sum(slot.size for slot in shard.slots if slot.kind == kind) <= most
@@ -355,7 +356,7 @@ def _check_places(shards: tuple[ParameterShard, ...]) -> None:
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
 def test_a_large_tensor_is_spread_evenly(servers: int) -> None:
-    table = ModelTensor(name="table", shape=(1000, 16), dtype="float32", item_bytes=4)
-    bias = ModelTensor(name="bias", shape=(16,), dtype="float32", item_bytes=4)
+    table = ShardSlot(name="table", shape=(1000, 16), dtype="float32", size=64_000)
+    bias = ShardSlot(name="bias", shape=(16,), dtype="float32", size=64)
     loads = [sum(slot.size for slot in shard.slots) for shard in place_tensors([table, bias], servers)]
     assert max(loads) - min(loads) <= 2 * 16 * 4

@@ -18,8 +18,13 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import OuterOptimizer
-from trainwright.strategies.ps import parameter_shards
-from trainwright.strategies.ps.parameter_shards import GradientPush, ParameterShard, TensorKind
+from trainwright.strategies.ps.parameter_shards import (
+    GradientPush,
+    ParameterShard,
+    ShardSlot,
+    TensorKind,
+    place_tensors,
+)
 from trainwright.strategies.torch.checkpoint.host_state import OUTER_MOMENTUM
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
@@ -261,7 +266,7 @@ def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> 
     if sparse:
         raise JobError([f"parameter {f'{sparse[0]}.weight'!r} {SPARSE_REFUSED}"], where=where)
     whole = not is_elementwise(spec)
-    dealt = parameter_shards.place_tensors([*_tensors(model)], plan.servers, cut=not whole)
+    dealt = place_tensors([*_tensors(model)], plan.servers, cut=not whole)
     idle = sum(not shard.trained_bytes for shard in dealt)
     if idle:
         why = ": the optimizer does not work number by number, so that tensors cannot be cut" if whole else ""
@@ -272,16 +277,13 @@ def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> 
     return dealt
 
 
-def _tensors(model: nn.Module) -> Iterator[parameter_shards.ModelTensor]:
+def _tensors(model: nn.Module) -> Iterator[ShardSlot]:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = {name for name, _ in model.named_parameters()} - trained
     for name, tensor in named_tensors(model):
         kind: TensorKind = "trained" if name in trained else "frozen" if name in frozen else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        item = tensor.element_size()
-        yield parameter_shards.ModelTensor(
-            name=name, shape=tuple(tensor.shape), dtype=dtype, item_bytes=item, kind=kind
-        )
+        yield ShardSlot(name=name, shape=tuple(tensor.shape), dtype=dtype, size=tensor.nbytes, kind=kind)
 
 
 def _row_slice(tensor: Tensor, rows: tuple[int, int]) -> ShardSlice:

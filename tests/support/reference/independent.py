@@ -34,7 +34,6 @@ from trainwright.strategies.common.socket_transport import SocketListener, own_h
 from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import (
     GradientPush,
-    ModelTensor,
     ParameterShard,
     ShardSlot,
     place_tensors,
@@ -335,7 +334,7 @@ _OUTER = "outer/"  # slots of the servers' own method, before the parameter's na
 def model_shards(parameters: Arrays, servers: int) -> tuple[ParameterShard, ...]:
     """The deal of a model's parameters."""
     tensors = [
-        ModelTensor(name=name, shape=one.shape, dtype="float64", item_bytes=8) for name, one in parameters.items()
+        ShardSlot(name=name, shape=one.shape, dtype="float64", size=8 * one.size) for name, one in parameters.items()
     ]
     return place_tensors(tensors, servers)
 
