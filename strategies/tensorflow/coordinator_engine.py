@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import select
-import socket
 import threading
 import time
 from abc import abstractmethod
@@ -281,14 +280,10 @@ def free_address(host: str, port: int = 0, until: float = 0.0) -> Iterator[Addre
     Raises:
         PeerLost: the port is still in use.
     """
-    with _bound(port, until) as held:
-        yield Address(host=host, port=held.getsockname()[1])
-
-
-def _bound(port: int, until: float) -> socket.socket:
     while True:
         try:
-            return bind_socket("", port, shared=True)
+            held = bind_socket("", port, shared=True)
+            break
         except OSError as error:
             if time.monotonic() >= until:
                 raise PeerLost(
@@ -296,6 +291,8 @@ def _bound(port: int, until: float) -> socket.socket:
                     remedy="form a new group, or find the process that has the port: ss -tanp",
                 ) from error
         time.sleep(_PORT_POLL_S)
+    with held:
+        yield Address(host=host, port=held.getsockname()[1])
 
 
 def _unpacked(connection: FramedConnection, until: float) -> Address:
