@@ -196,7 +196,6 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
 class SearchJobs:
     """The jobs of a search."""
 
-    student: Job  # the job as it was given
     composed: ComposedJob  # the student with its teachers, on all rows
     alone: Job  # the student without them, on the same rows as those with them
     train: Dataset  # the rows with teacher outputs; those of `alone` are its own
@@ -218,22 +217,21 @@ class SearchJobs:
             own = (student.train, share)
         alone = student.replace(train=own[0], evaluate=own[1])
         return cls(
-            student=search.student, composed=whole, alone=alone, train=train, validation=validation,
-            test=whole.job.evaluate,
+            composed=whole, alone=alone, train=train, validation=validation, test=whole.job.evaluate,
         )  # fmt: skip
 
     def runs(self, search: Search, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Job]:
         """Return the jobs of these settings, or of the student alone, with these seeds, by the names of their runs."""
         settings, jobs = search.settings(), {}
         for name in names:
-            job = self.alone if name == _BASELINE else self._with_teachers(settings[name][1])
+            job = self.alone if name == _BASELINE else self._with_teachers(settings[name][1], search.student)
             for seed in seeds:
                 run = f"{name}-seed{seed}"
                 jobs[run] = job.replace(name=run, seed=seed, storage=search.folder)
         return jobs
 
-    def _with_teachers(self, soft: SoftLoss) -> Job:
-        job = self.composed.with_soft_loss(soft, self.student)
+    def _with_teachers(self, soft: SoftLoss, student: Job) -> Job:
+        job = self.composed.with_soft_loss(soft, student)
         return fixed_layout(job.replace(train=self.train, evaluate=self.validation))
 
 
@@ -337,7 +335,7 @@ def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, floa
             f"{search.metric!r} is NaN or infinite with each setting", where=uri,
             remedy="lower the learning rate of the student, and start again with fresh=True",
         )  # fmt: skip
-    test = {chosen.name: jobs.test, _BASELINE: jobs.student.evaluate}
+    test = {chosen.name: jobs.test, _BASELINE: search.student.evaluate}
     scores = {
         name: Score(values=tuple(
             evaluate(job.replace(evaluate=data))[search.metric] if math.isfinite(metrics[run]) else math.nan

@@ -208,7 +208,7 @@ def test_a_setting_whose_loss_or_metric_is_not_finite_is_the_last_and_ends_no_se
         return told
 
     search = tw.Search(distillation=distillation(), mode=mode, temperatures=(1, 2, 4, 8), alphas=(0.1,), seeds=2)
-    jobs: Any = SimpleNamespace(runs=runs, test=DATA, student=search.student)
+    jobs: Any = SimpleNamespace(runs=runs, test=DATA)
     monkeypatch.setattr(hyperparameter_search, "train_trials", train)
     monkeypatch.setattr(hyperparameter_search, "evaluate", lambda job: {"accuracy": 0.8})
     monkeypatch.setattr(hyperparameter_search, "_scorecard", lambda *_: SCORES)
