@@ -446,15 +446,11 @@ class FramedConnection:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._socket, self.peer = connection, peer
-        set_keepalive(connection)
+        set_keepalive(connection, idle_s=10, interval_s=5, probes=4)  # a dead host is noticed within half a minute
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors."""
         return self._socket.fileno()
-
-    def notice_after(self, *, idle_s: int, interval_s: int, probes: int) -> None:
-        """Notice a dead machine after these times, see `set_keepalive`."""
-        set_keepalive(self._socket, idle_s=idle_s, interval_s=interval_s, probes=probes)
 
     def send(self, payload: bytes, until: float) -> None:
         """Send one message; `until` is on the clock of `time.monotonic`. Raises PeerLost."""

@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 4096
 _ADDRESS = TypeAdapter(Address)
 _PORT_POLL_S = 0.05
-_KEEPALIVE = {"idle_s": 10, "interval_s": 5, "probes": 4}  # a dead host is noticed within half a minute
 
 
 class TensorFlowCoordinatorEngine(TensorFlowEngine):
@@ -217,7 +216,6 @@ class MemberRegistry:
         former = self._servers.get(rank, Address(host="", port=0))
         connection.send(_ADDRESS.dump_json(former), until)
         server = _unpacked(connection, until)
-        connection.notice_after(**_KEEPALIVE)
         with self._changed:
             if self._over:
                 raise PeerLost("the group is over")
@@ -256,7 +254,6 @@ class MemberConnection:
         except BaseException:
             self._chief.close()
             raise
-        self._chief.notice_after(**_KEEPALIVE)
 
     def wait(self) -> None:
         """Return once the group is over, or the chief is lost."""

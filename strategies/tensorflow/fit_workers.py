@@ -41,12 +41,12 @@ from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.gradient_rows import changed
+from trainwright.strategies.tensorflow.training.objective import MEAN_BY_WEIGHT
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
 _WRITERS = (keras.callbacks.TensorBoard, keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 _SEED_STRIDE = 1_000_003  # between the seeds of two workers
-_MEAN_BY_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean")
 _DIGEST_DIGITS = 12  # of 4 bits: as many as float64 holds
 
@@ -337,7 +337,7 @@ class _CompiledOnWorkers(CompiledModel):
         if reduction in (None, "none") and values.shape.rank and keras_step:
             problem = f"a loss with reduction={reduction!r} is a sum over rows to Keras, and its log is not"
             raise JobError([f'{problem}: on several workers use "sum_over_batch_size" or "sum"'], where=self.where)
-        if reduction == _MEAN_BY_WEIGHT and sample_weight is not None:
+        if reduction == MEAN_BY_WEIGHT and sample_weight is not None:
             return loss * self._ratio(tf.reduce_sum(tf.cast(sample_weight, loss.dtype)))
         return loss
 

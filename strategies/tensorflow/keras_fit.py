@@ -45,7 +45,7 @@ from trainwright.strategies.tensorflow.training.checkpoint_files import (
     continue_log,
     restore_callbacks,
 )
-from trainwright.strategies.tensorflow.training.objective import KerasCaller, MaskedTerms
+from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller, MaskedTerms, model_inputs
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import (
     KerasTrainState,
@@ -58,7 +58,6 @@ from trainwright.strategies.tensorflow.training.train_state import (
     states_reset,
 )
 
-_LOSS = "loss"
 _DIVIDED_STATES = "parts of a batch would mix its states: use one worker with one device"
 _KEPT_STEPS = 16  # compiled for as many numbers of rows: skipped rows make many; each takes the memory of a graph
 
@@ -230,11 +229,9 @@ class CompiledModel(KerasTrainState):
         """Return inputs, targets and sample weights, if there are any, as `fit` passes them to `train_step`."""
         spec = self.spec
         columns = tensor_conversion.column_tensors(spec.collation, batch, self.caller.wanted)
-        given: Any = tuple(columns[name] for name in spec.inputs)
-        if spec.keywords:
-            given = dict(zip(spec.keywords, given, strict=True))
-        elif len(given) == 1:
-            given = given[0]
+        given = model_inputs(columns, spec.inputs, spec.keywords)
+        if isinstance(given, list):
+            given = given[0] if len(given) == 1 else tuple(given)
         targets: Any = self.caller.targets(columns) if spec.targets else None
         if self._targets_by_name:
             targets = dict(zip(spec.targets, targets, strict=True))
@@ -359,7 +356,7 @@ class _FitLoop:
         self._compiled, self._model = compiled, compiled.model
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
         self._begun, self._given = False, callbacks
-        self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
+        self._tracker = next((item for item in self._model.metrics if item.name == LOSS), None)
         self._optimizers, self._stepping = compiled.optimizers, compiled.optimizer
         self._counts = self._counted()
         self._test_alone = self._tested_alone if self._model.run_eagerly else tf.function(self._tested_alone)
@@ -560,7 +557,7 @@ class _FitLoop:
         total, count = self._seen()
         if count > before[1]:
             return (total - before[0]) / (count - before[1])
-        value = tf.nest.flatten(logs.get(_LOSS, next(iter(logs.values()))))[0]
+        value = tf.nest.flatten(logs.get(LOSS, next(iter(logs.values()))))[0]
         return float(np.mean(tf.convert_to_tensor(value).numpy()))
 
 

@@ -46,7 +46,7 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
 LOSS = "loss"
-_MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
+MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class KerasCaller:
         if factors.shape.rank == values.shape.rank + 1 and factors.shape[-1] == 1:
             factors = factors[..., 0]
         factors = self._fitted("sample_weight=", factors, values)
-        if getattr(self.spec.loss, "reduction", None) == _MEAN_BY_WEIGHT:
+        if getattr(self.spec.loss, "reduction", None) == MEAN_BY_WEIGHT:
             return Terms(values, counted * factors)
         return Terms(values * factors, counted)
 
