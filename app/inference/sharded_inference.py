@@ -199,8 +199,8 @@ class ShardedModel:
         )
         hellos = self._answers([actor.hello.remote() for actor in self._actors], limit_s, late)
         for slot, hello in enumerate(hellos):
-            self._placement.found(slot, hello.node_id)
-        order = assign_slots(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
+            self._placement.found(slot, hello.home)
+        order = assign_slots(self._plan.mesh, [hello.home for hello in hellos], self._plan.devices_per_worker)
         self._actors = [self._actors[place] for place in order]
         self._nodes = [hellos[place].node for place in order]
 

@@ -286,7 +286,7 @@ class EffectExecutor:
         self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
         chain = self._run_store.chain()
         past = self._run_store.past()
-        living = tuple(survivor.living for survivor in found.workers)
+        living = tuple(answer.living for _, answer in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
         event = m.LeaseAcquired(
             token=token, head=head, older=older, told=past.told, living=living, kept=found.kept,

@@ -95,22 +95,9 @@ class DriverWatchdog:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeoverAnswer:
-    """A worker's answer to a new driver. `trouble`: why it cannot be used."""
-
-    living: SurvivingWorker | None = None
-    node_id: str = ""
-    bundle: int = 0  # slot in whose bundle it was placed
-    group: PlacementGroup | None = None
-    trouble: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TakenOverWorker:
-    """A worker that was taken over."""
+    """The answer of a worker that belongs to a new driver from now on."""
 
     living: SurvivingWorker
-    actor: Any
-    node_id: str
     bundle: int  # slot in whose bundle it was placed
     group: PlacementGroup
 
@@ -119,7 +106,7 @@ class _TakenOverWorker:
 class TakenOverActors:
     """The actors that outlived the previous driver."""
 
-    workers: tuple[_TakenOverWorker, ...] = ()
+    workers: tuple[tuple[Any, TakeoverAnswer], ...] = ()  # with their actors
     keepers: dict[str, Any] = field(default_factory=dict)  # by node
     kept: MemoryCheckpoint | None = None
 
@@ -186,29 +173,19 @@ def take_over(
         _end([*workers, *keepers.values()], token, give_back=True)
         _remove_unused_groups(run, ())
         return TakenOverActors()
-    survivors, foreign = [], []
-    for actor, answer in _collect_answers([(actor, actor.adopt.remote(order, token)) for actor in workers]):
+    answers = _collect_answers([(actor, actor.adopt.remote(order, token)) for actor in workers])
+    for _, answer in answers:
         if isinstance(answer, CallFailure):
             raise answer.error
-        if answer is None or answer.living is None:
-            foreign.append(actor)
-        else:
-            survivors.append(
-                _TakenOverWorker(
-                    living=answer.living,
-                    actor=actor,
-                    node_id=answer.node_id,
-                    bundle=answer.bundle,
-                    group=answer.group,
-                )
-            )
+    survivors = [(actor, answer) for actor, answer in answers if answer is not None]
+    foreign = [actor for actor, answer in answers if answer is None]
     kept = [kept for _, kept in _collect_answers([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
     sealed = [found for found in kept if isinstance(found, MemoryCheckpoint)]
     assure()
     _end(foreign, token, give_back=not survivors)  # they may hold bundles of one group
-    _remove_unused_groups(run, [survivor.group for survivor in survivors])
+    _remove_unused_groups(run, [answer.group for _, answer in survivors])
     return TakenOverActors(
-        workers=tuple(sorted(survivors, key=lambda survivor: survivor.living.worker)),
+        workers=tuple(sorted(survivors, key=lambda survivor: survivor[1].living.worker)),
         keepers=keepers,
         kept=max(sealed, key=lambda kept: kept.version, default=None),
     )

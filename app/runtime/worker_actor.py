@@ -40,7 +40,13 @@ from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.frameworks import keep_freed_memory
 from trainwright.core.redaction import redact
 from trainwright.core.topology import Generation, Group
-from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
+from trainwright.driver.messages import (
+    CallFailure,
+    CallFailureKind,
+    MemoryCheckpoint,
+    SurvivingWorker,
+    WorkerStarted,
+)
 from trainwright.runtime.forked_workers import start_fork_server
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import MemoryCheckpointStore, MemoryPart, PeerMemory
@@ -59,17 +65,6 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
     ((DataError,), "data"),
     ((DeviceError,), "internal"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerInfo:
-    """Facts of a process that is up."""
-
-    node: str
-    node_id: str  # Ray's id of the node
-    pid: int
-    accelerators: tuple[str, ...] = ()  # ids of those that Ray gave it
-    trouble: str = ""  # why it cannot be a standby
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +95,11 @@ class WorkerCalls:
         self._worker: Worker | None = None
         self._broken: CallFailure | None = None
 
-    def hello(self, spare: bool = False) -> WorkerInfo:
+    def hello(self, spare: bool = False) -> WorkerStarted | str:
         """Build the worker, framework imports included, and return facts of this process; warm up a standby.
 
-        An error in that is the answer to every verb, so that it is not reported as a lost worker. For a standby, the
-        returned facts name it.
+        An error in that is the answer to every verb, so that it is not reported as a lost worker. For a standby, it is
+        returned as a text in place of the facts.
         """
         keep_freed_memory()
         gc.disable()  # until the engine is built: imports make no garbage; collections add an eighth to their time
@@ -120,13 +115,12 @@ class WorkerCalls:
                 self._prints.take(0.0)  # rank 0 prints the same
         except Exception as error:
             self._broken = _failure(error, self._where)
-        return WorkerInfo(
-            node=socket.gethostname(),
-            node_id=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-            accelerators=_accelerators(self._place),
-            trouble=self._broken.error.summary if spare and self._broken else "",
-        )
+        if spare and self._broken is not None:
+            return self._broken.error.summary
+        return WorkerStarted(
+            worker=self._place.worker, node=socket.gethostname(), pid=os.getpid(),
+            accelerators=_accelerators(self._place), home=ray.get_runtime_context().get_node_id(),
+        )  # fmt: skip
 
     def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """Run a verb on the thread of steps. Its argument comes in two parts (see `ArgumentPickler`)."""
@@ -270,26 +264,30 @@ class WorkerProcess(WorkerCalls):
         return refusal
 
     @ray.method(concurrency_group="watch")
-    def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure:
-        """Belong to another driver of the same job, and leave the group of the previous one."""
+    def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure | None:
+        """Belong to another driver of the same job, and leave the group of the previous one.
+
+        None: it belongs to another job, or is not up.
+        """
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
         if self._worker is None or self._broken is not None or order.identity != self._order.identity:
-            return TakeoverAnswer(trouble="it belongs to another job, or is not up")
+            return None
         with self._turn:
             self._token = token
             self._turn.notify_all()
         self._order = order
         self._worker.renew(order, token)
-        here, place, (plan, step) = ray.get_runtime_context(), self._place, self._worker.held
+        place, (plan, step) = self._place, self._worker.held
         living = SurvivingWorker(
             worker=place.worker, node=socket.gethostname(), pid=os.getpid(), slot=place.slot,
-            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place), home=here.get_node_id(),
-            plan=plan, step=step,
+            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place),
+            home=ray.get_runtime_context().get_node_id(), plan=plan, step=step,
         )  # fmt: skip
         group = ray.util.get_current_placement_group()
-        return TakeoverAnswer(living=living, node_id=here.get_node_id(), bundle=place.bundle, group=group)
+        assert group is not None, "workers are in a placement group"
+        return TakeoverAnswer(living=living, bundle=place.bundle, group=group)
 
     def _refusal(self, token: int) -> CallFailure | None:
         refusal = super()._refusal(token)

@@ -253,19 +253,15 @@ class WorkerRegistry:
             self.died(worker, done.exception())
             return
         actor, hello = self._actors.get(worker), done.result()
-        if hello.trouble:
-            self.died(worker, RuntimeError(hello.trouble))
+        if isinstance(hello, str):
+            self.died(worker, RuntimeError(hello))
         elif actor is not None:
-            self._nodes[worker] = (hello.node, hello.node_id)
-            self._placement.found(self._slots[worker], hello.node_id)
-            self._queue.put(
-                m.WorkerStarted(
-                    worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators, home=hello.node_id
-                )
-            )
+            self._nodes[worker] = (hello.node, hello.home)
+            self._placement.found(self._slots[worker], hello.home)
+            self._queue.put(hello)
             self._await_end(worker)
             self._notices.watch(worker)
-            self._forking.start_server_later(hello.node_id, partial(self.actor, worker))
+            self._forking.start_server_later(hello.home, partial(self.actor, worker))
 
     def _await_end(self, worker: int) -> None:
         actor = self._actors[worker]
@@ -316,13 +312,13 @@ class WorkerRegistry:
     def take_over(self, found: TakenOverActors) -> None:
         """Take over the survivors of the previous driver, and start the heartbeats."""
         self._keepers = dict(found.keepers)
-        for survivor in found.workers:
-            worker = survivor.living.worker
-            self._actors[worker] = survivor.actor
-            self._nodes[worker] = (survivor.living.node, survivor.node_id)
-            self._slots[worker] = survivor.bundle
-            self._placement.inherit(survivor.bundle, survivor.group)
-            self._placement.found(survivor.bundle, survivor.node_id)
+        for actor, answer in found.workers:
+            worker = answer.living.worker
+            self._actors[worker] = actor
+            self._nodes[worker] = (answer.living.node, answer.living.home)
+            self._slots[worker] = answer.bundle
+            self._placement.inherit(answer.bundle, answer.group)
+            self._placement.found(answer.bundle, answer.living.home)
             self._await_end(worker)
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
 

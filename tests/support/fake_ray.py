@@ -33,7 +33,7 @@ from trainwright.driver.state_machine import begin_run, decide
 from trainwright.runtime import controller, takeover, worker_actor, worker_registry
 from trainwright.runtime.controller import collecting_rarely
 from trainwright.runtime.takeover import TakenOverActors
-from trainwright.runtime.worker_actor import WorkerInfo, WorkerSlot
+from trainwright.runtime.worker_actor import WorkerSlot
 from trainwright.storage.run_summary import RunSummary
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -114,7 +114,8 @@ class Actor:
         match verb:
             case "hello":
                 node = f"node-{self.rank // NODE}"
-                return pickle.dumps(WorkerInfo(node=node, node_id=f"id-of-{node}", pid=self.worker_slot.worker))
+                worker = self.worker_slot.worker
+                return pickle.dumps(m.WorkerStarted(worker=worker, node=node, pid=worker, home=f"id-of-{node}"))
             case "reserve":
                 return pickle.dumps(Address(host=f"10.0.{self.rank // NODE}.1", port=20000 + self.rank % NODE))
             case "form":

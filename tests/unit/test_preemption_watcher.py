@@ -256,12 +256,12 @@ def test_survivors_are_watched_once_the_driver_knows_them(tmp_path: Path) -> Non
             return ()
 
     with fake_ray.driving(2, 1, tmp_path) as driver:
-        living = SurvivingWorker(worker=0, node="node-0", pid=1, slot=0)
+        living = SurvivingWorker(worker=0, node="node-0", pid=1, slot=0, home="id-of-node-0")
         actor = Survivor(driver.fleet, WorkerSlot(worker=0, slot=0, bundle=0, run="run"))
-        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=0, group=None)
+        answer: Any = SimpleNamespace(living=living, bundle=0, group=None)
         log: Any = SlowLog()
         world = controller.EffectExecutor(driver.order, log, driver.told.append, placement=fake_ray.Space())  # type: ignore[arg-type]
-        with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=(survivor,))):
+        with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=((actor, answer),))):
             world.carry_out(AcquireLease())
             event = world.next()
         assert isinstance(event, LeaseAcquired) and event.living == (living,)
@@ -282,25 +282,28 @@ def test_a_survivor_that_dies_before_the_driver_knows_it_is_not_told_as_living(t
     class SlowLog(fake_ray.Log):
         def chain(self) -> tuple[()]:
             assert taken.wait(30)
-            survivors[1].actor.die()
+            survivors[1][0].die()
             return ()
 
     with fake_ray.driving(2, 1, tmp_path) as driver:
         survivors: Any = [
-            SimpleNamespace(
-                living=SurvivingWorker(worker=slot, node="node-0", pid=1, slot=slot),
-                actor=Survivor(driver.fleet, WorkerSlot(worker=slot, slot=slot, bundle=slot, run="run")),
-                node_id="id-of-node-0", bundle=slot, group=None,
+            (
+                Survivor(driver.fleet, WorkerSlot(worker=slot, slot=slot, bundle=slot, run="run")),
+                SimpleNamespace(
+                    living=SurvivingWorker(worker=slot, node="node-0", pid=1, slot=slot, home="id-of-node-0"),
+                    bundle=slot,
+                    group=None,
+                ),
             )
             for slot in range(2)
-        ]  # fmt: skip
+        ]
         log: Any = SlowLog()
         world = controller.EffectExecutor(driver.order, log, driver.told.append, placement=fake_ray.Space())  # type: ignore[arg-type]
         with mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors(workers=tuple(survivors))):
             world.carry_out(AcquireLease())
             while not isinstance(event := world.next(), LeaseAcquired):
                 assert event == WorkerDied(worker=1, cause=event.cause)
-        assert event.living == (survivors[0].living,)
+        assert event.living == (survivors[0][1].living,)
         world.close()
 
 

@@ -163,12 +163,12 @@ def test_a_frozen_process_waits_for_its_driver_as_long_as_one_that_ran(monkeypat
 def test_a_standby_of_the_previous_driver_ends_like_any_worker(tmp_path: Path, ends: str) -> None:
     """Its placement group is known, which is removed with the others at the end."""
     with fake_ray.driving(2, 1, tmp_path) as driver:
-        living = SurvivingWorker(worker=7, node="node-0", pid=7, slot=None, waiting=True)
+        living = SurvivingWorker(worker=7, node="node-0", pid=7, slot=None, waiting=True, home="id-of-node-0")
         actor = fake_ray.Actor(driver.fleet, WorkerSlot(worker=7, slot=None, bundle=1, run="run"))
-        survivor: Any = SimpleNamespace(living=living, actor=actor, node_id="id-of-node-0", bundle=1, group="its group")
+        answer: Any = SimpleNamespace(living=living, bundle=1, group="its group")
         workers, rooms = driver.world._workers, mock.Mock(lost=lambda slot, cause: None)
         workers._placement = rooms
-        workers.take_over(TakenOverActors(workers=(survivor,)))
+        workers.take_over(TakenOverActors(workers=((actor, answer),)))
         rooms.inherit.assert_called_once_with(1, "its group")
         driver.world.carry_out(KillWorker(worker=7)) if ends == "it is killed" else actor.die()
         while not isinstance(event := driver.world.next(), WorkerDied):
