@@ -41,6 +41,7 @@ from trainwright.integrations.rank_channel import RankCalls, RankChannel, RankHa
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import nodes_by_id
+from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.run_handle import RunDriver
 from trainwright.runtime.run_listeners import create_controller
@@ -688,8 +689,8 @@ def _process_need(plan: Plan) -> str:
     return ""
 
 
-class TrainPlacement:
-    """Places each worker in the bundle of one of Ray Train's workers, without resources. Implements `WorkerPlacement`.
+class TrainPlacement(WorkerPlacement):
+    """Places each worker in the bundle of one of Ray Train's workers, without resources.
 
     Servers, whose slots come first, share bundles with workers. Ray ends all that is in a placement group when it is
     removed: no process outlives Ray Train's workers.
@@ -699,13 +700,8 @@ class TrainPlacement:
     """
 
     def __init__(self, workers: TrainWorkers, group: PlacementGroup, plan: Plan) -> None:
-        self._workers, self._group = workers, group
+        self._workers, self._group, self.name = workers, group, str(group.id.hex())
         self._first = plan.processes - plan.workers  # slot of a worker
-
-    @property
-    def name(self) -> str:
-        """The id of the placement group."""
-        return str(self._group.id.hex())
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
         """Return Ray's options for a slot's process."""
@@ -716,19 +712,6 @@ class TrainPlacement:
     def lent(self, slot: int) -> tuple[str, ...] | None:
         """Return the ids of the accelerators of a slot's worker; none for a server."""
         return self._workers.workers[self._worker(slot)].accelerators if slot >= self._first else ()
-
-    def process(self, slot: int) -> RankHandle | None:
-        """Return None: each process is started."""
-        return None
-
-    def lost(self, slot: int, cause: str) -> TrainwrightError | None:
-        """Return None: another process can take any slot."""
-        return None
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: nodes and placement group are Ray Train's, and no process outlives the group."""
-
-    found = home = exclude_node = inherit = give_back = _nothing
 
     def _worker(self, slot: int) -> int:
         return (slot - self._first) % len(self._workers.workers)

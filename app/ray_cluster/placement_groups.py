@@ -7,7 +7,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -23,15 +23,14 @@ _NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
 
-class WorkerPlacement(Protocol):
-    """Where a run's processes are placed."""
+class WorkerPlacement:
+    """Where a run's processes are placed. By default each slot has a new process, which another one can replace."""
 
-    @property
-    def name(self) -> str:
-        """Name of these resources if another process holds them; otherwise prefix of the run's placement groups."""
+    name: str  # name of these resources if another process holds them; otherwise prefix of the run's placement groups
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
         """Return Ray's options for a process in a slot; one `beside` another takes no resources."""
+        raise NotImplementedError
 
     def lent(self, slot: int) -> tuple[str, ...] | None:
         """Return ids of accelerators that another process holds for a slot; None if Ray gives a slot its own."""
@@ -58,7 +57,7 @@ class WorkerPlacement(Protocol):
         """Release all resources."""
 
 
-class PlacementGroups:
+class PlacementGroups(WorkerPlacement):
     """The placement groups of a run: one with a bundle for each node, or one for each slot if the size may change.
 
     Ray never divides a bundle. If other jobs use the nodes too, a bundle holds the slots of one tensor group. Servers,
@@ -108,11 +107,6 @@ class PlacementGroups:
         """Return Ray's options for a process in a slot; one `beside` another takes no resources."""
         held = {"num_cpus": 0} if beside else worker_resources(self._placement, serves=slot < self._first)
         return {**held, "scheduling_strategy": self.of(slot)}
-
-    def _nothing(self, slot: int, cause: str = "") -> None:
-        """Return None: each slot has its own accelerators and a new process, which another one can replace."""
-
-    lent = process = lost = _nothing
 
     def found(self, slot: int, node_id: str) -> None:
         """Note the node of a slot's process."""

@@ -30,6 +30,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import DriverState, Phase
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run, decide
+from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.runtime import controller, takeover, worker_actor, worker_registry
 from trainwright.runtime.controller import collecting_rarely
 from trainwright.runtime.takeover import TakenOverActors
@@ -230,21 +231,13 @@ def _size(given: Any) -> int:
     return len(cloudpickle.dumps(given))
 
 
-class Space:
+class Space(WorkerPlacement):
     """Room for everybody."""
 
     name = "here"
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
         return {}
-
-    def lent(self, slot: int) -> None:
-        return None
-
-    def found(self, slot: int, node_id: str) -> None:
-        pass
-
-    home = exclude_node = inherit = give_back = process = lost = lambda *_: None
 
 
 class Log:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -142,7 +143,7 @@ def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
 
 def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_train, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
-    group: Any = object()
+    group: Any = mock.Mock()
     found = ray_train.TrainPlacement(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
     assert [found.options(slot) for slot in range(3)] == [
         {"num_cpus": 0, "scheduling_strategy": (group, index)} for index in (1, 0, 1)
@@ -210,7 +211,7 @@ def test_a_choice_that_does_not_exist() -> None:
 
 def test_a_lost_process_ends_the_run_with_what_came_first() -> None:
     nothing: Any = None
-    shared = ray_train.SharedProcesses(seating(seat(0), seat(1)), nothing, plan(), nothing)
+    shared = ray_train.SharedProcesses(seating(seat(0), seat(1)), mock.Mock(), plan(), nothing)
     assert shared.lost(1, "it was killed").what == "rank 1 of Ray Train cannot go on: it was killed"
     shared.on(Failed(rank=1, cause="it hung", detail="stacks"))
     lost = shared.lost(1, "killed by the driver")
