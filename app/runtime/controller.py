@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainwright.core import events, formatting
@@ -30,6 +31,10 @@ from trainwright.storage.run_store import RunStore
 from trainwright.worker.worker_config import WorkerConfig
 
 _COLLECT_AFTER = 100_000  # new objects
+_FLUSHED = (
+    *(events.Probed, events.Replanned, events.Evaluated),  # so that nothing is measured or evaluated again
+    *(events.Failed, events.Promoted, events.Formed, events.Joined),  # so that viewers see failures at once
+)
 
 
 @contextlib.contextmanager
@@ -122,13 +127,8 @@ class RunController:
                 if isinstance(effect, m.FinishRun):
                     return effect
                 self._executor.carry_out(effect)
-                match effect:
-                    case m.EmitEvent(event=events.Probed() | events.Replanned()):
-                        self._event_log.flush_soon()  # so that nothing is measured again
-                    case m.EmitEvent(event=events.Failed() | events.Promoted() | events.Formed() | events.Joined()):
-                        self._event_log.flush_soon()  # so that viewers see a failure and a recovery at once
-                    case m.EmitEvent(event=events.Evaluated()):
-                        self._event_log.flush_soon()  # so that nothing is evaluated again
+                if isinstance(effect, m.EmitEvent) and isinstance(effect.event, _FLUSHED):
+                    self._event_log.flush_soon()
             if isinstance(event, m.CheckpointCommitted):
                 self._event_log.flush_soon(committed=True)  # what was told of the checkpoint included
             for text in self._feeding.news():
@@ -149,6 +149,9 @@ class RunController:
 
 
 # --- Effects ----------------------------------------------------------------------------------------------------------
+
+
+OVERDUE_S = 120.0  # time for the store to answer a write, before the user is told
 
 
 class EffectExecutor:
@@ -182,7 +185,7 @@ class EffectExecutor:
         )
         together = order.plan.topology == "collective"
         self._output = WorkerOutput(self._workers, self._queue, self._lease, emit, together=together)
-        self._storage = RunStorage(run_store, self._queue, uri=order.storage, note=self._note)
+        self._uri, self._log_thread = order.storage, ThreadPoolExecutor(1, thread_name_prefix="log")
 
     def put(self, event: m.DriverEvent) -> None:
         """Add an event; from any thread."""
@@ -196,7 +199,7 @@ class EffectExecutor:
         """Start one effect; never blocks for long. The caller handles FinishRun."""
         match effect:
             case m.AcquireLease():
-                self._storage.submit(self._acquire)
+                self._submit(self._acquire)
             case m.StartWorker() if effect.after_s:
                 self._queue.later(effect.after_s, lambda: self._workers.place(effect))
             case m.StartWorker():
@@ -208,9 +211,10 @@ class EffectExecutor:
             case m.CallWorker():
                 self._call(effect)
             case m.CommitCheckpoint():
-                self._storage.commit(effect)
+                committed = self._submit(partial(self._commit, effect))
+                self._report_overdue(f"the driver commits the checkpoint of step {effect.step}", committed)
             case m.ReleaseLease():
-                self._storage.release(effect)
+                self._submit(partial(self._release, effect))
             case m.MarkComplete():
                 self._workers.mark_complete(self._arguments.common(effect.kept))
             case m.EmitEvent():
@@ -219,13 +223,11 @@ class EffectExecutor:
                 self._queue.set_timer(effect)
             case m.CancelTimer():
                 self._queue.cancel_timer(effect.name)
-            case m.FinishRun():
-                self.close()
 
     def close(self) -> None:
         """End every worker and remove the placement groups, unless they are another driver's; safe to call twice."""
         self._workers.close()
-        self._storage.close()
+        self._log_thread.shutdown(wait=False, cancel_futures=True)
 
     def _note(self, text: str) -> None:
         self._emit(events.Noted(text=text))
@@ -258,7 +260,7 @@ class EffectExecutor:
         answer = self._queue.then(ref, lambda done: self._answered(effect, done))
         if effect.verb == "upload":
             node = self._workers.node(effect.worker)
-            self._storage.watch(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
+            self._report_overdue(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
 
     def _answered(self, call: m.CallWorker, done: Future[Any]) -> None:
         if done.exception() is not None:
@@ -305,29 +307,10 @@ class EffectExecutor:
         self._lease.token = token
         self._workers.take_over(found)
 
+    # --- the run log --------------------------------------------------------------------------------------
 
-# --- Effects on the run log -------------------------------------------------------------------------------------------
-
-
-OVERDUE_S = 120.0  # time for the store to answer a write, before the user is told
-
-
-class RunStorage:
-    """Commits checkpoints and releases the lease on a thread of its own; each write ends with an event.
-
-    Args:
-        run_store: the run's storage.
-        queue: gets the events.
-        uri: address of the store, for messages.
-        note: tells the user something.
-    """
-
-    def __init__(self, run_store: RunStore, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
-        self._run_store, self._queue, self._uri, self._note = run_store, queue, uri, note
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="log")
-
-    def submit(self, action: Callable[[], m.DriverEvent | Callable[[], None]]) -> Future[None]:
-        """Run an action and put its event, or a call for the driver's thread; an error loses the lease."""
+    def _submit(self, action: Callable[[], m.DriverEvent | Callable[[], None]]) -> Future[None]:
+        """Run an action on the thread of the run log, and put its event or call; an error loses the lease."""
 
         def run() -> None:
             try:
@@ -341,12 +324,7 @@ class RunStorage:
                 told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
                 self._queue.put(m.LeaseLost(error=told))
 
-        return self._pool.submit(run)
-
-    def commit(self, effect: m.CommitCheckpoint) -> None:
-        """Commit a checkpoint."""
-        committed = self.submit(lambda: self._commit(effect))
-        self.watch(f"the driver commits the checkpoint of step {effect.step}", committed)
+        return self._log_thread.submit(run)
 
     def _commit(self, effect: m.CommitCheckpoint) -> m.DriverEvent:
         try:
@@ -356,15 +334,11 @@ class RunStorage:
         except TrainwrightError as error:
             return m.CommitFailed(step=effect.step, error=error)
 
-    def release(self, effect: m.ReleaseLease) -> None:
-        """Release the lease."""
-        self.submit(lambda: self._release(effect))
-
     def _release(self, effect: m.ReleaseLease) -> m.DriverEvent:
         self._run_store.release(effect)
         return m.LeaseReleased()
 
-    def watch(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:
+    def _report_overdue(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:
         """Tell the user of a write that hangs, ever less often: a network folder may never answer nor fail."""
         after_s = max(OVERDUE_S, waited_s)
 
@@ -375,13 +349,9 @@ class RunStorage:
                 f"{what} for {formatting.duration(waited_s + after_s)} by now: the store at {self._uri} "
                 "does not answer. Training goes on; no newer checkpoint is written before it does"
             )
-            self.watch(what, answer, waited_s + after_s)
+            self._report_overdue(what, answer, waited_s + after_s)
 
         self._queue.later(after_s, look)
-
-    def close(self) -> None:
-        """Start no more writes."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 # --- Completed steps and printed lines --------------------------------------------------------------------------------
