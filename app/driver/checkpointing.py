@@ -180,11 +180,6 @@ def on_upload_returned(turn: Transition, event: m.CallReturned) -> None:
     _commit_if_complete(turn)
 
 
-def on_upload_raised(turn: Transition, event: m.CallRaised) -> None:
-    """Give up a checkpoint of which one writer could not store its files."""
-    drop_upload_workers(turn, frozenset({event.worker}), event.failure.error)
-
-
 def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
     """Give up a checkpoint of which these workers owe files, because they will deliver none."""
     upload = turn.state.checkpoints.upload

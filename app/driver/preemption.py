@@ -30,12 +30,6 @@ from trainwright.driver.membership import (
 _MARGIN = 0.2  # of the time of a notice: the worker must be gone by then
 
 
-def is_stale_notice(state: DriverState, event: m.PreemptionNoticed) -> bool:
-    """Whether a notice concerns no worker of the run."""
-    known = event.worker in state.membership.rank_of or event.worker in state.membership.spares
-    return not known or state.phase is Phase.CLOSING
-
-
 def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
     """End a standby at once, replace a dynamic member at once, and have any other member hand its rank over.
 
@@ -123,12 +117,13 @@ def on_handover_deadline(turn: Transition) -> None:
 def begin_handover(turn: Transition) -> bool:
     """Start a checkpoint or the handover for workers that must leave. Return whether something was started."""
     turn.disarm("notice")
-    state = turn.state
-    if not leaving_members(state) or state.ending:
+    state, going = turn.state, leaving_members(turn.state)
+    if not going or state.ending:
         return False
     upload, step, held = state.checkpoints.upload, state.position.step, _others_hold_state(state)
     if _wants_checkpoint(state, turn.now_s):
-        take_snapshot(turn, "upload", writers=_staying_writers(state) if held else None)
+        staying = {rank: member for rank, member in enumerate(state.membership.members) if member.worker not in going}
+        take_snapshot(turn, "upload", writers=choose_writers(staying) if held else None)
         return True
     if not _is_overdue(state, turn.now_s):
         if upload is not None and upload.step == step and _awaits_upload(state):
@@ -137,7 +132,7 @@ def begin_handover(turn: Transition) -> bool:
             return True
         if _awaits_upload(state) or not (held or state.committed >= step):
             return False  # an older upload must end first, or this one failed: steps go on until the next one
-    begin_regroup(turn, leaving_members(turn.state))
+    begin_regroup(turn, going)
     return True
 
 
@@ -198,14 +193,6 @@ def _others_hold_state(state: DriverState) -> bool:
     if state.settings.world.reform != "in_place" or not stay or state.loses_state(len(stay)):
         return False
     return whole == frozenset().union(*stay)
-
-
-def _staying_writers(state: DriverState) -> tuple[int, ...]:
-    """Return ranks that stay and together hold each piece once."""
-    going = leaving_members(state)
-    return choose_writers(
-        {rank: member for rank, member in enumerate(state.membership.members) if member.worker not in going}
-    )
 
 
 def _awaits_upload(state: DriverState) -> bool:

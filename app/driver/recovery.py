@@ -60,10 +60,10 @@ def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
 def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     """End the run if the user's code or data raised, otherwise recover."""
     state, worker = turn.state, event.worker
-    error, kind = event.failure.error, event.failure.kind
-    failed = failed_event(state, worker, state.membership.rank_of[worker], headline(error), _detail(error))
+    error, kind, rank = event.failure.error, event.failure.kind, state.membership.rank_of[worker]
+    failed = failed_event(state, worker, rank, headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
-    if isinstance(error, DeviceOutOfMemory) and event.verb == "form" and not _is_fresh(state, worker):
+    if isinstance(error, DeviceOutOfMemory) and event.verb == "form" and not state.membership.members[rank].fresh:
         kind = "internal"  # this plan had the memory before: a process that holds nothing of it may have it again
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
     if state.trials is not None and kind in ("user", "data", "internal"):
@@ -100,11 +100,6 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
             checkpointing.forget_memory_checkpoint(turn)
         _has_answered(turn, worker)
         _begin_recovery(turn, cause)
-
-
-def _is_fresh(state: DriverState, worker: int) -> bool:
-    """Return whether a worker has not completed a rendezvous yet."""
-    return state.membership.members[state.membership.rank_of[worker]].fresh
 
 
 def _leaner_plans(turn: Transition) -> m.PlanSelector | None:

@@ -136,7 +136,8 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
         case m.WorkerDied():
             return event.worker not in state.membership.rank_of and event.worker not in state.membership.spares
         case m.PreemptionNoticed():
-            return preemption.is_stale_notice(state, event)
+            known = event.worker in state.membership.rank_of or event.worker in state.membership.spares
+            return not known or state.phase is Phase.CLOSING
         case m.CallReturned(verb="interrupt"):  # it brings stack traces; `leave` is the answer that counts
             return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.membership.rank_of
         case m.CallReturned(verb="stop") | m.CallRaised(verb="stop" | "interrupt"):
@@ -148,7 +149,7 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
             keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.CallReturned(verb="trace") | m.CallRaised(verb="trace"):
-            return step_traces.is_stale(state, event.worker)
+            return event.worker not in state.traces.tracing
         case m.CallReturned() | m.CallRaised():
             owing = event.worker in state.awaiting or event.worker in state.dynamic.apart
             return event.generation != state.epoch.generation or not owing or state.phase is Phase.CLOSING
@@ -217,7 +218,7 @@ def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     if event.verb == "trace":
         step_traces.on_trace_raised(turn, event)
     elif event.verb == "upload" and (closing or event.failure.kind == "storage"):
-        checkpointing.on_upload_raised(turn, event)
+        checkpointing.drop_upload_workers(turn, frozenset({event.worker}), event.failure.error)
     elif event.verb == "keep" and event.failure.kind == "storage":
         checkpointing.on_memory_copy_refused(turn, event)
     else:

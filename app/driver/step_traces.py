@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from trainwright.core.events import Noted, TraceWritten
 from trainwright.driver import messages as m
-from trainwright.driver.driver_state import DriverState, Transition
+from trainwright.driver.driver_state import Transition
 
 _END_DEADLINE_S = 120.0  # for traces that are missing when the run ends
 
@@ -83,11 +83,6 @@ def delays_end(turn: Transition) -> bool:
 def on_end_deadline(turn: Transition) -> None:
     """End the run without the missing traces."""
     drop_workers(turn, frozenset(turn.state.traces.tracing), f"it was not written within {_END_DEADLINE_S:g} s")
-
-
-def is_stale(state: DriverState, worker: int) -> bool:
-    """Whether nobody waits for the trace of a worker any more."""
-    return worker not in state.traces.tracing
 
 
 def _as_given(steps: range) -> str:
