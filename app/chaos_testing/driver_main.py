@@ -6,14 +6,15 @@ milliseconds.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Event
-from trainwright.runtime.run_handle import Run
+from trainwright.runtime.launch import prepare_run
+from trainwright.runtime.run_handle import Run, wait_for_run
+from trainwright.worker.worker_config import unpickle_job
 
 
 class _EventWriter:
@@ -37,19 +38,11 @@ class _EventWriter:
 def _main(job_file: Path, pipe: int) -> int:
     """Train to the end; return 0 if the run is done."""
     os.set_inheritable(pipe, False)
-    wanted: list[str] = json.loads(job_file.with_suffix(".path").read_text())
-    sys.path += [entry for entry in wanted if entry not in sys.path]
-    from trainwright.runtime.launch import prepare_run
-    from trainwright.runtime.run_handle import stop_on_signals
-    from trainwright.worker.worker_config import unpickle_job
-
     try:
         job = unpickle_job(job_file.read_bytes())
         run = Run(job, *prepare_run(job, resume=False, fresh=False, verbose=False))
         run.listen(_EventWriter(run, pipe))
-        with stop_on_signals(run):
-            while not run.wait(timeout_s=0.5):
-                continue
+        wait_for_run(run)
     except TrainwrightError as error:
         print(error, file=sys.stderr)
         return 1

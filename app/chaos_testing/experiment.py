@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import sys
 import tempfile
 import uuid
@@ -218,7 +218,7 @@ def run_job(
 
     named_job = job.replace(name=run_name(job, suffix), storage=scratch.storage)
     job_file = scratch.folder / f"{suffix}.job"
-    write_job_file(job_file, pickle_job(named_job))
+    job_file.write_bytes(pickle_job(named_job))
     context = ray.get_runtime_context()
     wanted = tuple(schedule)
     outages: dict[Target, Outage] = {"link": link} if link is not None else {}
@@ -227,7 +227,7 @@ def run_job(
     observer = RunObserver(
         named_job.name,
         job_file,
-        environment={"RAY_ADDRESS": context.gcs_address},
+        environment={"RAY_ADDRESS": context.gcs_address, "PYTHONPATH": os.pathsep.join(sys.path)},
         event_timeout_s=_SILENCE_S
         + job.start_deadline_s(discover(possible=True))
         + (job.recovery.hang_deadline_s or 0.0),
@@ -237,12 +237,6 @@ def run_job(
         say=say,
     )
     return observer.run()
-
-
-def write_job_file(path: Path, job: bytes) -> None:
-    """Write what a driver process needs: a pickled job, and in a second file the import path of this process."""
-    path.write_bytes(job)
-    path.with_suffix(".path").write_text(json.dumps(sys.path))
 
 
 def _reachable_host() -> str:

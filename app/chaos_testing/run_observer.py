@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainwright.chaos_testing.fault_schedule import (
     ObservedState,
@@ -35,29 +35,22 @@ _EXIT_TIMEOUT_S = 30.0  # for a driver to end after SIGTERM
 _TAIL_BYTES = 4_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DriverExit:
-    """End of a driver process."""
-
-    code: int
-    killed: bool  # whether the observer killed it, or paused it so that another driver takes over
-
-
 class _ObservedDriver:
-    """A process of `driver_main`. `next` returns its events in order, and `_DriverExit` at the end.
+    """A process of `driver_main`. `next` returns its events in order, and its exit code at the end.
 
     Args:
-        job_file: written by `experiment.write_job_file`.
+        job_file: a pickled job.
 
     Attributes:
-        paused_s: when it was paused, seconds since the epoch; None if it was not.
+        killed: whether the observer killed it.
+        paused_s: when it was paused so that another driver takes over, seconds since the epoch; None if it was not.
     """
 
     def __init__(self, job_file: Path, environment: Mapping[str, str]) -> None:
         self.log_file = job_file.with_suffix(".log")
         self.killed = False
         self.paused_s: float | None = None
-        self._queue: queue.SimpleQueue[Event | _DriverExit] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()
         reading, writing = os.pipe()
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -79,11 +72,10 @@ class _ObservedDriver:
             for line in lines:
                 with contextlib.suppress(ValueError):  # the last line of a killed driver may be torn
                     self._queue.put(from_json(line))
-        code = self._process.wait()
-        self._queue.put(_DriverExit(code=code, killed=self.killed))
+        self._queue.put(self._process.wait())
 
-    def next(self, timeout_s: float) -> Event | _DriverExit | None:
-        """Return the next event; None if there is none in time."""
+    def next(self, timeout_s: float) -> Event | int | None:
+        """Return the next event, or the exit code; None if there is none in time."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -151,11 +143,6 @@ def _started_of(pid: int) -> int:
     return process_start_ticks(pid) or 0
 
 
-def _key(process: ObservedWorker) -> tuple[str, int]:
-    """Return the identity of the process, whatever its rank."""
-    return process.node, process.pid
-
-
 class ProcessSignaller:
     """Sends signals to processes: on this machine directly, on other nodes through a Ray task.
 
@@ -165,21 +152,18 @@ class ProcessSignaller:
 
     def __init__(self, here: str = "") -> None:
         self._here = here or socket.gethostname()
-        self._registered: dict[tuple[str, int], ObservedWorker] = {}
-        self._started: dict[tuple[str, int], Any] = {}  # ticks, or the reference of a task that returns them
+        # by node and process id: the process, and its start time or the reference of a task that returns it
+        self._registered: dict[tuple[str, int], tuple[ObservedWorker, Any]] = {}
 
     def register(self, process: ObservedWorker) -> None:
         """Remember the start time of a process while it is known to run."""
-        here = process.node == self._here
-        started = _started_of(process.pid) if here else self._task(process, _started_of, process.pid)
-        self._registered[_key(process)], self._started[_key(process)] = process, started
+        self._registered[process.node, process.pid] = process, self._call(process, _started_of, process.pid)
 
     def send(self, process: ObservedWorker, number: int) -> bool:
         """Send a signal; return False if the process has ended or was not registered."""
-        started = self._ticks(process)
-        if process.node == self._here:
-            return send_signal(process.pid, started, number)
-        return bool(self._result(self._task(process, send_signal, process.pid, started, number), process))
+        _, started = self._registered.get((process.node, process.pid), (process, 0))
+        sent = self._call(process, send_signal, process.pid, self._result(started, process), number)
+        return bool(self._result(sent, process))
 
     def is_alive(self, process: ObservedWorker) -> bool:
         """Return whether the process runs."""
@@ -187,15 +171,12 @@ class ProcessSignaller:
 
     def registered(self) -> tuple[ObservedWorker, ...]:
         """Return all registered processes."""
-        return tuple(self._registered.values())
+        return tuple(process for process, _ in self._registered.values())
 
-    def _ticks(self, process: ObservedWorker) -> int:
-        known = self._started.get(_key(process), 0)
-        if not isinstance(known, int):
-            known = self._started[_key(process)] = self._result(known, process)
-        return cast(int, known)
-
-    def _task(self, process: ObservedWorker, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, process: ObservedWorker, function: Callable[..., int], *arguments: int) -> Any:
+        """Call a function on the node of a process; return its result, or the reference of a task."""
+        if process.node == self._here:
+            return function(*arguments)
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -246,7 +227,7 @@ class RunObserver:
     """Runs a job file to its end and injects faults.
 
     Args:
-        job_file: written by `experiment.write_job_file`.
+        job_file: a pickled job.
         event_timeout_s: time without an event after which the run counts as hanging.
     """
 
@@ -295,19 +276,20 @@ class RunObserver:
                 end = self._observe(driver)
                 if isinstance(end, HangError):
                     return str(end)
-                if not end.killed or self._run_ended.outcome == "done":
+                replaced = driver.killed or driver.paused_s is not None
+                if not replaced or self._run_ended.outcome == "done":
                     break
                 self._say("another driver is started" if driver.paused_s else "the driver is started again")
             if self._run_ended.outcome == "done":
                 return next(filter(None, map(_paused_driver_error, self._paused)), "")
-            return self._run_ended.error or driver.log_tail() or f"the driver ended with code {end.code}"
+            return self._run_ended.error or driver.log_tail() or f"the driver ended with code {end}"
 
-    def _observe(self, driver: _ObservedDriver) -> _DriverExit | HangError:
-        """Follow a driver to its end, and inject faults when they are due."""
+    def _observe(self, driver: _ObservedDriver) -> int | HangError:
+        """Follow a driver to its end, and inject faults when they are due. Return its exit code, 0 if it is paused."""
         received_s = time.monotonic()
         while True:
             received = driver.next(_TICK_S if self._waiting is None else _TICK_S / 10)
-            if isinstance(received, _DriverExit):
+            if isinstance(received, int):
                 return received
             if received is not None:
                 received_s = time.monotonic()
@@ -323,15 +305,15 @@ class RunObserver:
             if driver.paused_s is not None:
                 return self._set_aside(driver)
 
-    def _set_aside(self, driver: _ObservedDriver) -> _DriverExit:
+    def _set_aside(self, driver: _ObservedDriver) -> int:
         """Read the events of a paused driver; it is resumed when another driver has completed a rendezvous."""
         while (received := driver.next(_TICK_S)) is not None:
-            if isinstance(received, _DriverExit):
+            if isinstance(received, int):
                 return received
             self._receive(received)
         self._state = ObservedState(step=self._state.step, committed=self._state.committed)
         self._paused.append(driver)
-        return _DriverExit(code=0, killed=True)
+        return 0
 
     def _receive(self, event: Event) -> None:
         self._events.append(event)
@@ -388,12 +370,12 @@ def _paused_driver_error(paused: _ObservedDriver) -> str:
     """Return what a paused driver did wrong after another had taken over its run; empty if it only ended."""
     paused.resume()
     who, since_s = f"the paused driver (pid {paused.pid})", (paused.paused_s or 0.0) + _TICK_S
-    while not isinstance(received := paused.next(_DRIVER_EXIT_TIMEOUT_S), _DriverExit):
+    while not isinstance(received := paused.next(_DRIVER_EXIT_TIMEOUT_S), int):
         if received is None:
             return f"{who} did not end within {_DRIVER_EXIT_TIMEOUT_S:g} s after another had taken over its run"
         if isinstance(received, Placed | Formed) and received.time_s > since_s:
             return f"{who} continued the run that another had taken over: {received}"
-    return "" if received.code else f"{who} ended as if the run were its own"
+    return "" if received else f"{who} ended as if the run were its own"
 
 
 # --- Injection of faults ----------------------------------------------------------------------------------------------
