@@ -18,7 +18,8 @@ from trainwright.core.plan import Plan, WorkerResources, slots_per_node, tensor_
 
 PLACED_WITHIN_S = 3.0  # Ray reserves free resources at once, unless its head is busy
 RETRY_PLACEMENT_S = 30.0  # before the next attempt
-_KIND_SHARE = 0.001  # each node has 1, and any number of workers may use it
+_KIND_SHARE = 0.001  # of Ray's resource of an accelerator model: each node has 1, and any number of workers may use it
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}  # Ray's options for resources that have one
 _NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
@@ -145,7 +146,7 @@ class PlacementGroups(WorkerPlacement):
 
     def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
         if self._served is None:
-            bundles = [_slot_resources(self._placement, serves=True)] * self._first
+            bundles = [_bundle(self._placement, serves=True)] * self._first
             self._served = self._new(bundles, strategy="SPREAD")
         return PlacementGroupSchedulingStrategy(self._served, placement_group_bundle_index=slot)
 
@@ -165,7 +166,7 @@ class PlacementGroups(WorkerPlacement):
 
     def _even(self) -> tuple[int, ...]:
         """Return the tensor groups on each node; empty if the present nodes cannot hold all."""
-        needs, groups = self._bundle(self._together), self._workers // self._together
+        needs, groups = _bundle(self._placement, self._together), self._workers // self._together
         capacities = [
             min(int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items())
             for resources in _alive().values()
@@ -182,9 +183,6 @@ class PlacementGroups(WorkerPlacement):
         name = f"{self.name}/{uuid.uuid4().hex[:12]}"
         group: PlacementGroup = placement_group(bundles, name=name, lifetime=self._lifetime, **options)
         return group
-
-    def _bundle(self, slots: int) -> dict[str, float]:
-        return {name: slots * amount for name, amount in _slot_resources(self._placement).items()}
 
     def _shares(self, group: PlacementGroup) -> list[int]:
         """Return the slots of each bundle of a group."""
@@ -204,7 +202,7 @@ class PlacementGroups(WorkerPlacement):
     def _move(self, number: int) -> None:
         """Reserve a bundle on a node that is not excluded, if possible; the old one stays reserved, and empty."""
         elsewhere = [{_NODE_LABEL: f"!in({','.join(sorted(self._excluded))})"}] if self._excluded else None
-        group = self._new([self._bundle(self._together)], bundle_label_selector=elsewhere)
+        group = self._new([_bundle(self._placement, self._together)], bundle_label_selector=elsewhere)
         if _placed(group):
             self._groups[-1 - len(self._groups)] = self._moved[number] = group
             self._homes.pop(number, None)  # not known before the first of its processes is up there
@@ -234,36 +232,26 @@ def _alive() -> dict[str, dict[str, float]]:
 
 def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[str, Any]:
     """Return Ray's options for the resources of a worker, or of a process that `serves` workers."""
-    if serves:
-        return {"num_cpus": placement.server_cpus}
-    options: dict[str, Any] = {"num_cpus": placement.cpus}
-    if placement.accelerator == "GPU":
-        options["num_gpus"] = placement.accelerators
-    elif placement.accelerator:
-        options["resources"] = {placement.accelerator: placement.accelerators}
-    if placement.kind:
-        options["resources"] = {**options.get("resources", {}), **_of_kind(placement)}
-    return options
+    bundle = _bundle(placement, serves=serves)
+    options: dict[str, Any] = {_OPTIONS[name]: bundle.pop(name) for name in _OPTIONS if name in bundle}
+    return {**options, "resources": bundle} if bundle else options
 
 
-def _of_kind(placement: WorkerResources) -> dict[str, float]:
-    """Return a little of the resource that Ray gives nodes with a model of accelerator."""
-    return {f"accelerator_type:{placement.kind}": _KIND_SHARE} if placement.kind else {}
-
-
-def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
-    """Return the resources of a slot's bundle."""
+def _bundle(placement: WorkerResources, slots: int = 1, *, serves: bool = False) -> dict[str, float]:
+    """Return the resources of some slots."""
     if serves:
         return {"CPU": placement.server_cpus}
-    bundle = {"CPU": placement.cpus}
+    bundle = {"CPU": slots * placement.cpus}
     if placement.accelerators:
-        bundle[placement.accelerator] = float(placement.accelerators)
-    return {**bundle, **_of_kind(placement)}
+        bundle[placement.accelerator] = slots * placement.accelerators
+    if placement.kind:
+        bundle[f"accelerator_type:{placement.kind}"] = slots * _KIND_SHARE
+    return bundle
 
 
 def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict[str, float]]:
     """Return a bundle for each node's share of the slots; the first one has the head of a TPU slice, if any."""
-    found = [{name: slots * amount for name, amount in _slot_resources(placement).items()} for slots in shares]
+    found = [_bundle(placement, slots) for slots in shares]
     if placement.head:
         found[0][placement.head] = 1.0
     return found
