@@ -13,7 +13,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,21 +53,23 @@ def main() -> int:
     command = command_of(pid)
     if not command.durable:
         raise ResourceError("Ray's GCS keeps its tables in memory, so it cannot come back", remedy=_REMEDY)
-    with open_process(_raylet(command)) as raylet:
+    with open_process(_raylet(command)) as raylet, open_process(pid) as watched:
         print(f"GCS restarter (pid {os.getpid()}): gcs_server (pid {pid}) is watched", flush=True)
-        with open_process(pid) as watched:
-            watched.wait()
+        has_ended(watched, wait_s=None)
         return revive(command, raylet)
 
 
-def revive(command: Command, raylet: _OpenProcess) -> int:
+def revive(command: Command, raylet: int) -> int:
     """Start a GCS that has ended, again whenever it ends, while the raylet lives; 0 when the head was stopped.
+
+    Args:
+        raylet: from `open_process`.
 
     Raises:
         ResourceError: it ends again and again right after its start.
     """
     short_lives = 0
-    while not raylet.ended:
+    while not has_ended(raylet):
         begun_s = time.monotonic()
         child = subprocess.Popen(
             command.arguments,
@@ -80,7 +83,7 @@ def revive(command: Command, raylet: _OpenProcess) -> int:
         print(f"gcs_server is gone; started again (pid {child.pid})", flush=True)
         code = child.wait()
         short_lives = short_lives + 1 if time.monotonic() - begun_s < _SHORT_LIFE_S else 0
-        if short_lives == _MAX_SHORT_LIVES and not raylet.ended:
+        if short_lives == _MAX_SHORT_LIVES and not has_ended(raylet):
             raise ResourceError(
                 f"gcs_server ended {_MAX_SHORT_LIVES} times within {_SHORT_LIFE_S:g} s of its start, "
                 f"at last with {code}",
@@ -91,36 +94,22 @@ def revive(command: Command, raylet: _OpenProcess) -> int:
     return 0
 
 
-class _OpenProcess:
-    """A hold on a process that is no child of ours; the number of a dead one may be given to another."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-
-    def __enter__(self) -> _OpenProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._poll.poll()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._poll.poll(0))
-
-
-def open_process(pid: int) -> _OpenProcess:
-    """Hold on to a living process. Raises ResourceError when there is none."""
+@contextmanager
+def open_process(pid: int) -> Iterator[int]:
+    """Open a descriptor of a living process: its id may be given to another one. Raises ResourceError if it ended."""
     try:
-        return _OpenProcess(os.pidfd_open(pid))
+        descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         raise ResourceError(f"process {pid} has just ended", remedy="start the head, then this") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def has_ended(descriptor: int, wait_s: float | None = 0.0) -> bool:
+    """Whether the process of a descriptor has ended, or does so within `wait_s`; None waits for that."""
+    return bool(select.select([descriptor], [], [], wait_s)[0])
 
 
 def command_of(pid: int) -> Command:
