@@ -329,9 +329,7 @@ def choose_neighbours(
     """Return the nodes that alone hold copies of some piece, each with another node that gets its copies too.
 
     Args:
-        tags: what each rank holds, by rank.
-        nodes: name of the node of each rank.
-        keepers: from `choose_memory_copy_ranks`.
+        tags, nodes: as of `choose_memory_copy_ranks`, which returns the `keepers`.
     """
     ring = tuple(dict.fromkeys(nodes[rank] for rank in keepers))
     holders: dict[str, set[str]] = {}

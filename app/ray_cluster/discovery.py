@@ -351,9 +351,7 @@ class PendingNodeWatcher:
 
     Before the first step that is what the run waits for; later it is a note.
 
-    Args:
-        write: takes events of the run.
-        see: what is being started.
+    `see` returns what is being started.
     """
 
     def __init__(self, write: Callable[[Event], object], see: Callable[[], PendingNodes] = _pending_nodes) -> None:

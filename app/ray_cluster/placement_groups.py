@@ -65,7 +65,6 @@ class PlacementGroups(WorkerPlacement):
     whose slots come first, have a group of their own, over as many nodes as possible.
 
     Args:
-        plan: plan of the run.
         elastic: whether the number of workers may change.
         name: prefix of the groups' names, by which the next driver finds unused ones.
         lasting: whether the groups outlive the process that created them, so that another one can take over.

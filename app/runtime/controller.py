@@ -159,8 +159,6 @@ class EffectExecutor:
 
     Args:
         order: configuration that every worker gets.
-        run_store: the run's storage.
-        emit: takes each event of the run.
         elastic: whether the number of workers may change.
         fresh: whether the run starts again, so that surviving processes are ended.
         placement: placement of the workers; by default placement groups of Ray.
@@ -371,10 +369,6 @@ class WorkerOutput:
     """Completed steps of one worker, and what another one printed and logged.
 
     Args:
-        workers: actors of the run.
-        queue: that gets the driver's events.
-        lease: of the driver.
-        emit: takes each event of the run.
         together: whether all ranks step together, so that each knows every step.
 
     Attributes:

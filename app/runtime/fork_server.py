@@ -207,7 +207,6 @@ class _Server:
     """Forks a process for each request.
 
     Args:
-        listener: a socket that listens.
         until: id of the process with which it ends.
         idle_s: seconds without a connection that holds it, or a forked process, after which it ends.
     """

@@ -46,11 +46,8 @@ class ForkedWorkers:
     """The fork servers of the nodes of a run. For the driver's thread.
 
     Args:
-        plan: of the run.
         on_answer: has a function called with the answer to a remote call.
         later: has a function called after some seconds.
-        lease: of the driver.
-        note: tells the user something.
         usable: whether Ray starts the workers.
     """
 

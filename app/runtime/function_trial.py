@@ -272,8 +272,6 @@ class _TrialProcess:
     """The other process, as this one sees it.
 
     Args:
-        pid: of it.
-        connection: to it.
         reap: waits for its end, and returns its exit status as `subprocess` has it.
     """
 

@@ -37,13 +37,9 @@ class PreemptionWatcher:
     """Puts PreemptionNoticed for workers that will be ended, and tells other notices. For the driver's thread.
 
     Args:
-        actors: handles of the living workers.
         nodes: name and Ray's id of each worker's node.
-        queue: that gets the events.
-        lease: of the driver.
         avoid: excludes a node, by Ray's id, from new placements; None if the nodes are another's, who hears of notices
             for them himself.
-        note: tells the user something.
     """
 
     def __init__(

@@ -130,16 +130,12 @@ class WorkerRegistry:
     """The actors of a run.
 
     Args:
-        config: what every worker gets.
-        queue: that gets the events.
         lease: of the driver; without it, the actors are another driver's.
-        note: tells the user something.
         elastic: the number of workers may change.
         placement: placement of the workers; by default placement groups of Ray.
 
     Attributes:
         name: of the run, for names of actors.
-        config_ref: Ray's reference to the config.
     """
 
     def __init__(
