@@ -27,7 +27,7 @@ def create_controller(
 
     `fresh` and `notes` are as of RunController, `placement` as of RunSetup.
     """
-    setup = RunSetup(prepared=prepared, decision=decision, placement=placement)
+    setup = RunSetup(prepared, decision, placement)
     controller = RunController(setup, fresh=fresh, notes=notes)
     controller.listen(progress)
     controller.listen(TensorBoardWriter(prepared.store, prepared.job.name))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import secrets
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -45,25 +45,19 @@ from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """A prepared job with its plan, and what the driver and the workers get of them."""
+    """A prepared job with its plan, and what the driver and the workers get of them.
 
-    prepared: PreparedJob
-    decision: Decision
-    placement: WorkerPlacement | None = None  # placement of the workers; None for placement groups of Ray
-    layouts: PlanSelector | None = field(init=False)  # plans by number of workers; None if one plan fits any number
-    request: PlanRequest = field(init=False)  # of the job on the nodes that it uses
-    schedule: StepSchedule = field(init=False)  # order of the run's samples
+    Args:
+        placement: placement of the workers; None for placement groups of Ray.
+    """
 
-    def __post_init__(self) -> None:
-        decision = self.decision
-        job = apply_plan_file(self.prepared.job, decision.profile, decision.cluster)
-        object.__setattr__(self, "request", PlanRequest.of(job, decision.profile, decision.used))
-        plans = decision.contenders or (decision.chosen,)
-        object.__setattr__(self, "layouts", alternative_plans(job, self.request, plans))
-        schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
-        object.__setattr__(self, "schedule", schedule)
+    def __init__(self, prepared: PreparedJob, decision: Decision, placement: WorkerPlacement | None = None) -> None:
+        self.prepared, self.decision, self.placement = prepared, decision, placement
+        job = apply_plan_file(prepared.job, decision.profile, decision.cluster)
+        self._request = PlanRequest.of(job, decision.profile, decision.used)
+        self._layouts = alternative_plans(job, self._request, decision.contenders or (decision.chosen,))
+        self._schedule = make_schedule(prepared.train, **prepared.job.ordering())
 
     def policy(self) -> RunPolicy:
         """Return what the driver gets."""
@@ -78,13 +72,13 @@ class RunSetup:
                 tolerates=capabilities.tolerates,
                 min_workers=others + min(plan.workers, job.scaling.min_workers or fewest),
                 shrinks_at_once=job.recovery.on_loss == "shrink",
-                last_resort=1 if self.layouts and not (job.scaling.workers or job.scaling.elastic) else None,
+                last_resort=1 if self._layouts and not (job.scaling.workers or job.scaling.elastic) else None,
                 max_workers=others + max(plan.workers, job.scaling.max_workers or job.scaling.workers or 0),
                 spares=job.recovery.spares if job.recovery.spares is not None else _spares(plan, capabilities),
                 spares_stay=bool(plan.placement.accelerators),
                 reform=capabilities.reform,
                 topology=capabilities.topology,
-                layouts=self.layouts,
+                layouts=self._layouts,
                 threads=plan.placement.threads,
                 devices=device_names(plan),
                 mesh=plan.mesh if capabilities.topology == "collective" and not job.scaling.elastic else None,
@@ -96,7 +90,7 @@ class RunSetup:
                 steps_per_epoch=per_epoch,
                 profile=job.training.profile or range(0),
                 evaluate_steps=per_epoch * job.checkpointing.evaluate_epochs if job.evaluate is not None else None,
-                samples_of=partial(_samples_of, self.schedule, plan),
+                samples_of=partial(_samples_of, self._schedule, plan),
                 early_stop=job.checkpointing.early_stop,
                 max_time_s=job.checkpointing.max_time,
             ),
@@ -130,7 +124,7 @@ class RunSetup:
             probe_share=MEASURING_SHARE,
             replace_stragglers=job.recovery.replace_stragglers,
             replan_memory=job.recovery.on_oom == "replan",
-            explain_memory=partial(explain_out_of_memory, self.request, self.decision.chosen),
+            explain_memory=partial(explain_out_of_memory, self._request, self.decision.chosen),
         )
 
     def event_log(self) -> EventLog:
@@ -160,7 +154,7 @@ class RunSetup:
             run=job.name,
             train=prepared.train,
             evaluate=prepared.evaluate,
-            identity=_identity(prepared, self.decision.chosen, self.layouts, self.placement),
+            identity=_identity(prepared, self.decision.chosen, self._layouts, self.placement),
             preemption_s=job.recovery.preemption_s,
             profile=job.training.profile or range(0),
             fetcher=feeder.train,
