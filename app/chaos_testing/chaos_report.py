@@ -162,7 +162,8 @@ def _cost(injected: InjectedFault, since: Sequence[Event], events: Iterable[Even
     stopped_s = injected.time_s if driver or failed is None else failed.time_s
     lost = sum(event.steps_lost for event in formed)
     if driver and formed:
-        done = max((step for event in events if event.time_s < formed[0].time_s for step in _steps(event)), default=0)
+        before = (event for event in events if event.time_s < formed[0].time_s)
+        done = max((step for step, _ in _executed_steps(before)), default=0)
         lost += max(done - formed[0].step, 0)
     return FaultCost(
         injected=injected,
@@ -172,10 +173,6 @@ def _cost(injected: InjectedFault, since: Sequence[Event], events: Iterable[Even
         source=formed[-1].source if formed else "",
         checkpoints_skipped=sum(isinstance(event, CheckpointSkipped) for event in since),
     )
-
-
-def _steps(event: Event) -> list[int]:
-    return event.step if isinstance(event, Steps) else []
 
 
 def run_history(run: ObservedRun) -> RunHistory:

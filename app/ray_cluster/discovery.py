@@ -104,7 +104,10 @@ def discover(*, possible: bool = False) -> Cluster:
             raise
         unseen = f"{error.what} ({error.where})"
     left = known.left(alive) if known is not None else ()
-    more = tuple(_node_of(kind, number) for number, kind in enumerate(left, 1))
+    more = tuple(
+        _node({"Resources": kind.resources, "Labels": kind.labels, "NodeManagerHostname": f"{kind.name}#{number}"})
+        for number, kind in enumerate(left, 1)
+    )
     if not nodes and not more:
         raise ResourceError("the Ray cluster has no living node with a CPU", remedy="add nodes, or start a new cluster")
     return Cluster(nodes=nodes, possible=more, unseen=unseen)
@@ -116,11 +119,6 @@ def nodes_by_id() -> dict[str, Node]:
 
     listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {facts["NodeID"]: _node(facts) for facts in listed if facts["Alive"]}
-
-
-def _node_of(kind: NodeType, number: int) -> Node:
-    """One that would be started, of a name of its own."""
-    return _node({"Resources": kind.resources, "Labels": kind.labels, "NodeManagerHostname": f"{kind.name}#{number}"})
 
 
 def _node(facts: Mapping[str, Any]) -> Node:

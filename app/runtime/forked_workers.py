@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ _RESERVED = "CREATED"  # state of a placement group whose resources are there
 _SWITCH = "TRAINWRIGHT_FORK_SERVER"  # environment variable of the driver: `off`, or `on` for accelerators too
 _ENGINES = "trainwright.strategies."
 _UNPACKED = {"working_dir", "py_modules"}
-_HARMLESS = {*_UNPACKED, "_ray_commit", "config", "env_vars", "excludes"}
+_HARMLESS = {*_UNPACKED, "_ray_commit", "config", "env_vars", "excludes"}  # parts of an environment of this Python
 _SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"  # by which Ray would end a fork server
 _held: dict[str, socket.socket] = {}  # what keeps the fork servers that this process needs, by their names
 # What Ray imports beside itself in a worker.
@@ -64,13 +64,9 @@ class ForkedWorkers:
         self._module, self._threads = plan.engine.partition(":")[0], max(int(plan.placement.cpus), 1)
         self._on_answer, self._later, self._lease, self._note = on_answer, later, lease, note
         self._on = usable and _is_forkable(plan, os.environ.get(_SWITCH, ""))
-        self._command = fork_server.worker_command(self._kind)
+        self._command = fork_server.worker_command(f"{self._module}/{self._threads}")
         self._asked: set[str] = set()
         self._nodes = ray_compat.published(self._command) if self._on else set[str]()
-
-    @property
-    def _kind(self) -> str:
-        return f"{self._module}/{self._threads}"
 
     @cached_property
     def _nodes_at_first(self) -> set[str]:
@@ -204,9 +200,4 @@ def _is_forkable(plan: Plan, switch: str) -> bool:
         framework == "tensorflow" and plan.keras_backend not in ("", framework)
     ):
         return False
-    return _is_plain(ray.get_runtime_context().runtime_env)
-
-
-def _is_plain(runtime_env: Mapping[str, Any]) -> bool:
-    """Whether this Python, and no other one, is started in a runtime environment."""
-    return set(runtime_env) <= _HARMLESS
+    return set(ray.get_runtime_context().runtime_env) <= _HARMLESS

@@ -135,16 +135,13 @@ def _raylet(gcs: Command) -> int:
 
 def _only(name: str, matches: Callable[[int], bool] = lambda _: True) -> int:
     """The one living process of this name that this user may look into."""
-    found = [pid for pid in _pids() if _name(pid) == name and matches(pid)]
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    found = [pid for pid in pids if _name(pid) == name and matches(pid)]
     if len(found) != 1:
         raise ResourceError(
             f"{'no' if not found else 'more than one'} {name} runs here", remedy="call this where one Ray head runs"
         )
     return found[0]
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _name(pid: int) -> str:

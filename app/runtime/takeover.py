@@ -239,19 +239,15 @@ class Heartbeats:
     """Sends heartbeats, and knows which were not answered. For one thread."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[Any, float]] = {}
+        self._asked: dict[int, tuple[Any, float]] = {}  # first heartbeat without an answer, and when it was sent
 
     def send(self, actors: Mapping[int, Any], token: int) -> Mapping[int, float]:
         """Send a heartbeat to each actor; return the seconds since the first unanswered one, by worker."""
         now_s = time.monotonic()
-        sent = {number: actor.beat.remote(token) for number, actor in actors.items()}
-        self._asked = {number: self._owed(number) or (ref, now_s) for number, ref in sent.items()}
+        sent = {number: (actor.beat.remote(token), now_s) for number, actor in actors.items()}
+        owed = {number: asked for number, asked in self._asked.items() if not ray.wait([asked[0]], timeout=0)[0]}
+        self._asked = {number: owed.get(number, new) for number, new in sent.items()}
         return {number: now_s - since_s for number, (_, since_s) in self._asked.items() if since_s < now_s}
-
-    def _owed(self, number: int) -> tuple[Any, float] | None:
-        """Return the first heartbeat that was not answered."""
-        asked = self._asked.get(number)
-        return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked
 
 
 # --- The lease of the driver ------------------------------------------------------------------------------------------
