@@ -18,6 +18,7 @@ from trainwright.chaos_testing.fault_schedule import (
     FaultType,
     ScheduledFault,
     Target,
+    process_text,
     random_schedule,
     select_faults,
     spread_schedule,
@@ -150,7 +151,8 @@ def _harden(job: Job, reference: ObservedRun, schedule: Sequence[ScheduledFault]
 def leaks_of(observed: ObservedRun, before: HostSnapshot, run: str, scratch: ScratchStorage) -> tuple[str, ...]:
     """Return what outlived a run: processes, shared memory and actors."""
     copies = MemoryCheckpointStore(open_store(scratch.storage).uri_of(run)).folder.name
-    return (*(f"process of {process}" for process in observed.remaining), *HostSnapshot.now().new(before, run, copies))
+    remaining = (f"process of {process_text(process)}" for process in observed.remaining)
+    return (*remaining, *HostSnapshot.now().new(before, run, copies))
 
 
 def run_name(job: Job, suffix: str) -> str:

@@ -1,4 +1,4 @@
-"""The faults of a chaos test, their schedule, and the state of the observed run that decides when a fault is due.
+"""The faults of a chaos test, and their schedule: the summary of the observed run decides when a fault is due.
 
 Schedules are drawn from a seed. A fault waits until the run has made progress after the fault before it. All functions
 are pure.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.core.errors import JobError, nearest
-from trainwright.core.events import Checkpointed, Event, Failed, Formed, Placed, Promoted, RunEnded, RunStarted, Steps
+from trainwright.core.events import Checkpointed, Formed, Placed
+from trainwright.storage.run_summary import RunSummary
 
 _SETTLED_STEPS = 3  # steps after a rendezvous before the next fault
 _JITTER = 0.25  # share of the distance to the next fault, on either side
@@ -77,22 +78,23 @@ def random_schedule(faults: Sequence[FaultType], seed: int, seconds: float, coun
     return tuple(schedule)
 
 
-def is_due(scheduled: ScheduledFault, state: ObservedState, previous: PreviousFault, now_s: float) -> bool:
+def is_due(scheduled: ScheduledFault, run: RunSummary, previous: PreviousFault, now_s: float) -> bool:
     """Return whether a fault may be injected now.
 
     It waits for a few steps after the last rendezvous and for a checkpoint beyond the step of the previous fault, so
     that the run makes progress between faults. A fault at the start of a run does not wait.
     """
     if scheduled.fault.at_start:
-        return not state.ever_formed and not state.ended and bool(state.workers)
-    settled = state.formed and state.step - state.formed_step >= _SETTLED_STEPS
-    committed = previous.step is None or state.committed > previous.step
-    return settled and committed and state.step >= scheduled.step and now_s - previous.at_s >= scheduled.after_s
+        return not run.formed and run.end is None and bool(processes_of(run))
+    steps = run.formed and run.cause is None and run.end is None
+    settled = steps and run.step - _newest_step(run, Formed) >= _SETTLED_STEPS
+    committed = previous.step is None or _newest_step(run, Checkpointed) > previous.step
+    return settled and committed and run.step >= scheduled.step and now_s - previous.at_s >= scheduled.after_s
 
 
 def next_fault(
     schedule: Sequence[ScheduledFault],
-    state: ObservedState,
+    run: RunSummary,
     previous: PreviousFault,
     now_s: float,
     possible: Callable[[ScheduledFault], bool],
@@ -104,7 +106,7 @@ def next_fault(
     for position, scheduled in enumerate(schedule):
         if scheduled.fault.at_start and position:
             continue
-        if is_due(scheduled, state, previous, now_s) and possible(scheduled):
+        if is_due(scheduled, run, previous, now_s) and possible(scheduled):
             return scheduled
     return None
 
@@ -117,73 +119,23 @@ def remaining_faults(schedule: Sequence[ScheduledFault], given: ScheduledFault) 
     return [*at_start, *before, *behind[len(at_start) :]]
 
 
-# --- State of the observed run, folded from its events ----------------------------------------------------------------
+# --- State of the observed run ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservedWorker:
-    """Process of a worker. A warm standby (`spare`) has no rank."""
-
-    worker: int
-    node: str
-    pid: int
-    spare: bool = False
-
-    def __str__(self) -> str:
-        return f"{'warm standby' if self.spare else 'worker'} {self.worker} (pid {self.pid} on {self.node})"
+def processes_of(run: RunSummary, *, spares: bool = False) -> list[Placed]:
+    """Return the living processes that have a rank or will get one, or the warm standbys."""
+    return [process for process in run.processes.values() if process.spare is spares]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservedState:
-    """State of a run after its newest event."""
+def process_text(process: Placed) -> str:
+    """`worker 1 (pid 4711 on node-2)`."""
+    kind = "warm standby" if process.spare else "worker"
+    return f"{kind} {process.worker} (pid {process.pid} on {process.node})"
 
-    # placed processes that have not failed, by worker number
-    processes: Mapping[int, ObservedWorker] = field(default_factory=dict)
-    formed: bool = False  # whether the workers are ready to step
-    ever_formed: bool = False  # whether this driver has completed a rendezvous
-    step: int = 0
-    formed_step: int = 0  # step at which the newest rendezvous started
-    committed: int = 0
-    ended: bool = False
 
-    @property
-    def workers(self) -> tuple[ObservedWorker, ...]:
-        """Return the processes that have a rank or will get one."""
-        return tuple(process for process in self.processes.values() if not process.spare)
-
-    @property
-    def spares(self) -> tuple[ObservedWorker, ...]:
-        """Return the processes that wait for a rank."""
-        return tuple(process for process in self.processes.values() if process.spare)
-
-    def after(self, event: Event) -> ObservedState:
-        """Return the state after one more event."""
-        match event:
-            case RunStarted():
-                return replace(self, processes={}, formed=False, ever_formed=False, ended=False)
-            case Placed():
-                process = ObservedWorker(worker=event.worker, node=event.node, pid=event.pid, spare=event.spare)
-                return replace(self, processes={**self.processes, event.worker: process})
-            case Promoted():
-                return self._promoted(event)
-            case Failed():
-                rest = {worker: process for worker, process in self.processes.items() if worker != event.worker}
-                return replace(self, processes=rest, formed=False)
-            case Formed():
-                return replace(self, formed=True, ever_formed=True, formed_step=event.step, step=event.step)
-            case Steps() if event.step:
-                return replace(self, step=event.step[-1])
-            case Checkpointed():
-                return replace(self, committed=event.step)
-            case RunEnded():
-                return replace(self, ended=True, formed=False)
-        return self
-
-    def _promoted(self, event: Promoted) -> ObservedState:
-        spare = self.processes.get(event.worker)
-        if spare is None:
-            return self  # a warm standby that has not started yet: it will be placed as a worker
-        return replace(self, processes={**self.processes, event.worker: replace(spare, spare=False)})
+def _newest_step(run: RunSummary, kind: type[Formed] | type[Checkpointed]) -> int:
+    """Return the step of the newest event of a kind; 0 without one."""
+    return next((event.step for event in reversed(run.newest) if isinstance(event, kind)), 0)
 
 
 # --- Catalogue of faults ----------------------------------------------------------------------------------------------

@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.chaos_testing.fault_schedule import (
-    ObservedState,
-    ObservedWorker,
     PreviousFault,
     ScheduledFault,
     Target,
     next_fault,
+    process_text,
+    processes_of,
     remaining_faults,
 )
 from trainwright.chaos_testing.store_outage import Outage
 from trainwright.core.errors import HangError, ResourceError
-from trainwright.core.events import Event, Failed, Formed, Placed, Promoted, RunEnded, from_json
+from trainwright.core.events import Event, Failed, Formed, Placed, Promoted, RunEnded, RunStarted, from_json
 from trainwright.storage.run_log import process_start_ticks
+from trainwright.storage.run_summary import RunSummary
 
 _DRIVER_MODULE = "trainwright.chaos_testing.driver_main"
 _EXIT_TIMEOUT_S = 30.0  # for a driver to end after SIGTERM
@@ -153,27 +154,27 @@ class ProcessSignaller:
     def __init__(self, here: str = "") -> None:
         self._here = here or socket.gethostname()
         # by node and process id: the process, and its start time or the reference of a task that returns it
-        self._registered: dict[tuple[str, int], tuple[ObservedWorker, Any]] = {}
+        self._registered: dict[tuple[str, int], tuple[Placed, Any]] = {}
 
-    def register(self, process: ObservedWorker) -> None:
+    def register(self, process: Placed) -> None:
         """Remember the start time of a process while it is known to run."""
         self._registered[process.node, process.pid] = process, self._call(process, _started_of, process.pid)
 
-    def send(self, process: ObservedWorker, number: int) -> bool:
+    def send(self, process: Placed, number: int) -> bool:
         """Send a signal; return False if the process has ended or was not registered."""
         _, started = self._registered.get((process.node, process.pid), (process, 0))
         sent = self._call(process, send_signal, process.pid, self._result(started, process), number)
         return bool(self._result(sent, process))
 
-    def is_alive(self, process: ObservedWorker) -> bool:
+    def is_alive(self, process: Placed) -> bool:
         """Return whether the process runs."""
         return self.send(process, 0)
 
-    def registered(self) -> tuple[ObservedWorker, ...]:
+    def registered(self) -> tuple[Placed, ...]:
         """Return all registered processes."""
         return tuple(process for process, _ in self._registered.values())
 
-    def _call(self, process: ObservedWorker, function: Callable[..., int], *arguments: int) -> Any:
+    def _call(self, process: Placed, function: Callable[..., int], *arguments: int) -> Any:
         """Call a function on the node of a process; return its result, or the reference of a task."""
         if process.node == self._here:
             return function(*arguments)
@@ -187,7 +188,7 @@ class ProcessSignaller:
         spot = NodeAffinitySchedulingStrategy(ids[0], soft=False)
         return ray.remote(function).options(num_cpus=0, scheduling_strategy=spot).remote(*arguments)
 
-    def _result(self, reference: Any, process: ObservedWorker) -> Any:
+    def _result(self, reference: Any, process: Placed) -> Any:
         import ray
 
         if isinstance(reference, int):
@@ -196,7 +197,7 @@ class ProcessSignaller:
             return ray.get(reference, timeout=_REMOTE_S)
         except ray.exceptions.GetTimeoutError as error:
             raise ResourceError(
-                f"{process} cannot be reached: no task ran there within {_REMOTE_S:g} s",
+                f"{process_text(process)} cannot be reached: no task ran there within {_REMOTE_S:g} s",
                 where=process.node,
                 remedy="free memory on the node, or check its health",
             ) from error
@@ -220,7 +221,7 @@ class ObservedRun:
     injected: tuple[InjectedFault, ...] = ()
     missed: tuple[str, ...] = ()  # faults that were not injected before the run ended
     error: str = ""  # why the run failed; empty if it is done
-    remaining: tuple[ObservedWorker, ...] = ()  # worker processes that did not end
+    remaining: tuple[Placed, ...] = ()  # worker processes that did not end
 
 
 class RunObserver:
@@ -251,7 +252,7 @@ class RunObserver:
         self._signaller = ProcessSignaller()
         self._injector = _FaultInjector(name, self._signaller, outages)
         self._schedule, self._previous = list(schedule), PreviousFault(at_s=0.0)
-        self._state, self._run_ended = ObservedState(), RunEnded()
+        self._summary, self._run_ended = RunSummary(), RunEnded()
         self._waiting: tuple[ScheduledFault, float] | None = None
         self._paused: list[_ObservedDriver] = []
         self._events: list[Event] = []
@@ -311,30 +312,30 @@ class RunObserver:
             if isinstance(received, int):
                 return received
             self._receive(received)
-        self._state = ObservedState(step=self._state.step, committed=self._state.committed)
+        self._summary.add(RunStarted())
         self._paused.append(driver)
         return 0
 
     def _receive(self, event: Event) -> None:
         self._events.append(event)
-        self._state = self._state.after(event)
+        self._summary.add(event)
         if isinstance(event, Placed):
-            self._signaller.register(self._state.processes[event.worker])
+            self._signaller.register(event)
         if isinstance(event, Formed):
             self._previous = self._previous if self._previous.at_s else PreviousFault(at_s=time.monotonic())
             for driver in self._paused:
                 driver.resume()
         if isinstance(event, RunEnded):
             self._run_ended = event
-        given = self._injector.on_event(event, self._state)
+        given = self._injector.on_event(event, self._summary)
         if given is not None:
             self._say(f"  and during the recovery {given.targets[-1]}")
 
     def _due_fault(self) -> ScheduledFault | None:
         """Return the fault to inject now: it was due, and still is after its delay."""
-        now_s, state = time.monotonic(), self._state
+        now_s, run = time.monotonic(), self._summary
         scheduled = next_fault(
-            self._schedule, state, self._previous, now_s, lambda scheduled: self._injector.possible(scheduled, state)
+            self._schedule, run, self._previous, now_s, lambda scheduled: self._injector.possible(scheduled, run)
         )
         if scheduled is None:
             self._waiting = None
@@ -343,20 +344,20 @@ class RunObserver:
         return scheduled if scheduled is not None and self._waiting is not None and now_s >= self._waiting[1] else None
 
     def _inject(self, driver: _ObservedDriver) -> None:
-        scheduled, now_s, state = self._due_fault(), time.monotonic(), self._state
+        scheduled, now_s, run = self._due_fault(), time.monotonic(), self._summary
         if scheduled is None:
             return
         self._schedule = remaining_faults(self._schedule, scheduled)
-        given = self._injector.inject(scheduled, state, driver)
+        given = self._injector.inject(scheduled, run, driver)
         if not scheduled.fault.at_start:
-            self._previous = PreviousFault(at_s=now_s, step=state.step)
+            self._previous = PreviousFault(at_s=now_s, step=run.step)
         if scheduled.fault.target == "driver":
-            self._state = ObservedState(step=state.step, committed=state.committed)
+            run.add(RunStarted())  # what was known of its processes is over, before the next driver says so
         self._say(f"step {given.step}: {given.fault}: {', '.join(given.targets)}")
         if not self._schedule:
             self._on_all_injected()
 
-    def _remaining(self) -> tuple[ObservedWorker, ...]:
+    def _remaining(self) -> tuple[Placed, ...]:
         """Return processes of the run that still run after they had time to end."""
         until_s = time.monotonic() + _WORKER_EXIT_TIMEOUT_S
         while True:
@@ -401,17 +402,17 @@ class _FaultInjector:
         self._second: ScheduledFault | None = None
         self._hit: set[int] = set()
 
-    def possible(self, scheduled: ScheduledFault, state: ObservedState) -> bool:
+    def possible(self, scheduled: ScheduledFault, run: RunSummary) -> bool:
         """Return whether the fault has a target; during an outage there is none."""
         fault = scheduled.fault
         if self._timer is not None and self._timer.is_alive():
             return False
         if fault.target == "driver" or fault.seconds:
             return True
-        living = self._living(state, spares=fault.target == "spare")
+        living = self._living(run, spares=fault.target == "spare")
         return len(living) >= (1 if fault.twice else fault.least_workers)
 
-    def inject(self, scheduled: ScheduledFault, state: ObservedState, driver: _ObservedDriver) -> InjectedFault:
+    def inject(self, scheduled: ScheduledFault, run: RunSummary, driver: _ObservedDriver) -> InjectedFault:
         """Inject a possible fault; return what it hit."""
         time_s, fault = time.time(), scheduled.fault
         if fault.target == "driver":
@@ -420,13 +421,13 @@ class _FaultInjector:
         elif fault.seconds:
             targets = (self._cut_off(scheduled),)
         else:
-            targets = self._signal(scheduled, self._living(state, spares=fault.target == "spare"))
+            targets = self._signal(scheduled, self._living(run, spares=fault.target == "spare"))
             self._second = scheduled if fault.twice else None
-        given = InjectedFault(fault=fault.name, time_s=time_s, step=state.step, targets=targets)
+        given = InjectedFault(fault=fault.name, time_s=time_s, step=run.step, targets=targets)
         self.injected.append(given)
         return given
 
-    def on_event(self, event: Event, state: ObservedState) -> InjectedFault | None:
+    def on_event(self, event: Event, run: RunSummary) -> InjectedFault | None:
         """Inject the second kill of a fault with `twice`: when the failure, or the replacement, is reported."""
         scheduled = self._second
         if isinstance(event, Formed):
@@ -434,7 +435,7 @@ class _FaultInjector:
         early = scheduled is not None and scheduled.draw < 0.5
         if scheduled is None or not isinstance(event, (Failed, Promoted, Placed) if early else (Promoted, Placed)):
             return None
-        living = [process for process in self._living(state, spares=False) if process.pid not in self._hit]
+        living = [process for process in self._living(run, spares=False) if process.pid not in self._hit]
         if not living:
             return None
         self._second = None
@@ -450,17 +451,16 @@ class _FaultInjector:
         for outage in self._outages.values():
             outage.close()
 
-    def _living(self, state: ObservedState, *, spares: bool) -> list[ObservedWorker]:
-        wanted = state.spares if spares else state.workers
-        return [process for process in wanted if self._signaller.is_alive(process)]
+    def _living(self, run: RunSummary, *, spares: bool) -> list[Placed]:
+        return [process for process in processes_of(run, spares=spares) if self._signaller.is_alive(process)]
 
-    def _signal(self, scheduled: ScheduledFault, living: list[ObservedWorker]) -> tuple[str, ...]:
+    def _signal(self, scheduled: ScheduledFault, living: list[Placed]) -> tuple[str, ...]:
         first = int(scheduled.draw * len(living))
         chosen = [*living[first:], *living[:first]][: scheduled.fault.victims]
         hit = [process for process in chosen if self._signaller.send(process, scheduled.fault.signal_number)]
         self._hit |= {process.pid for process in hit}
         name = signal.Signals(scheduled.fault.signal_number).name
-        return tuple(f"{process} {name}" for process in hit)
+        return tuple(f"{process_text(process)} {name}" for process in hit)
 
     def _cut_off(self, scheduled: ScheduledFault) -> str:
         fault = scheduled.fault

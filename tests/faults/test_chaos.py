@@ -11,9 +11,9 @@ import torch
 
 import trainwright as tw
 from tests.support import processes, torch_jobs
-from trainwright.chaos_testing.fault_schedule import ObservedWorker
 from trainwright.chaos_testing.run_observer import ProcessSignaller
 from trainwright.core.errors import JobError
+from trainwright.core.events import Placed
 
 STEP_S = 0.1
 STEP = torch_jobs.make_step(())
@@ -71,11 +71,11 @@ def test_processes_of_other_nodes_are_reached_by_a_task_there(ray_cluster: None)
 
     @ray.remote(num_cpus=0)
     class Sleeper:
-        def where(self) -> ObservedWorker:
+        def where(self) -> Placed:
             import os
             import socket
 
-            return ObservedWorker(worker=0, node=socket.gethostname(), pid=os.getpid())
+            return Placed(worker=0, node=socket.gethostname(), pid=os.getpid())
 
     sleeper = Sleeper.remote()
     process = ray.get(sleeper.where.remote())
@@ -85,4 +85,4 @@ def test_processes_of_other_nodes_are_reached_by_a_task_there(ray_cluster: None)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(sleeper.where.remote())
     processes.wait_for(lambda: not hands.is_alive(process))  # its node tells of its end before it is reaped
-    assert not hands.send(ObservedWorker(worker=0, node="a node that is gone", pid=process.pid), 9)
+    assert not hands.send(Placed(worker=0, node="a node that is gone", pid=process.pid), 9)

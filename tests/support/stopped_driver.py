@@ -36,7 +36,8 @@ def main(order: Path, pipe: int) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
         tell(Placed(worker=0, node=socket.gethostname(), pid=os.getpid()))
         tell(Formed())
-        tell(Steps(step=[1, 2, 3, 4, 5]))
+        ones = [1.0] * 5
+        tell(Steps(step=[1, 2, 3, 4, 5], loss=ones, learning_rate=ones, samples=[1] * 5, step_s=ones, wait_s=ones))
         signal.sigwait({signal.SIGCONT})
         how = order.read_text()
         if how == "hangs":

@@ -19,10 +19,11 @@ import pytest
 
 from trainwright.chaos_testing import run_observer, store_outage
 from trainwright.chaos_testing.experiment import HostSnapshot
-from trainwright.chaos_testing.fault_schedule import CATALOGUE, ObservedWorker, ScheduledFault
+from trainwright.chaos_testing.fault_schedule import CATALOGUE, ScheduledFault
 from trainwright.chaos_testing.run_observer import ProcessSignaller, send_signal
 from trainwright.chaos_testing.store_outage import FolderOutage, TcpProxy, outage_obstacle, proxy_environment
 from trainwright.core.errors import StorageError
+from trainwright.core.events import Placed
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import process_start_ticks
 
@@ -37,10 +38,10 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_signal_reaches_a_process_that_was_met(sleeper: subprocess.Popen[bytes]) -> None:
     hands, process = (
         ProcessSignaller(),
-        ObservedWorker(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True),
+        Placed(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True),
     )
     hands.register(process)
-    promoted = ObservedWorker(worker=0, node=process.node, pid=process.pid)
+    promoted = Placed(worker=0, node=process.node, pid=process.pid)
     assert hands.is_alive(promoted) and hands.registered() == (process,)
     assert hands.send(promoted, signal.SIGKILL)
     assert sleeper.wait(10) == -signal.SIGKILL
@@ -51,7 +52,7 @@ def test_no_signal_reaches_another_process_of_the_same_number(sleeper: subproces
     started = process_start_ticks(sleeper.pid)
     assert started is not None and send_signal(sleeper.pid, started, 0)
     assert not send_signal(sleeper.pid, started - 1, signal.SIGKILL), "of an older process with this number"
-    stranger = ObservedWorker(worker=0, node=socket.gethostname(), pid=sleeper.pid)
+    stranger = Placed(worker=0, node=socket.gethostname(), pid=sleeper.pid)
     assert not ProcessSignaller().send(stranger, signal.SIGKILL), "never met"
     assert sleeper.poll() is None
 

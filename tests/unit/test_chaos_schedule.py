@@ -11,11 +11,11 @@ from trainwright.chaos_testing.fault_schedule import (
     CATALOGUE,
     FaultRequirements,
     FaultType,
-    ObservedState,
     PreviousFault,
     ScheduledFault,
     is_due,
     next_fault,
+    processes_of,
     random_schedule,
     remaining_faults,
     select_faults,
@@ -23,28 +23,38 @@ from trainwright.chaos_testing.fault_schedule import (
 )
 from trainwright.core import events
 from trainwright.core.errors import JobError
+from trainwright.storage.run_summary import RunSummary
 
 FAULTS = {fault.name: fault for fault in CATALOGUE}
 KILL = FAULTS["kill"]
 STAGE = FaultRequirements(workers=2, spares=1)
 
 
-def scene_after(*told: events.Event) -> ObservedState:
-    scene = ObservedState()
+def summary_of(*told: events.Event) -> RunSummary:
+    run = RunSummary()
     for event in told:
-        scene = scene.after(event)
-    return scene
+        run.add(event)
+    return run
 
 
-def running(step: int, committed: int) -> ObservedState:
+def running(step: int, committed: int, *more: events.Event) -> RunSummary:
     """Two workers and a spare, formed at step 0."""
-    return scene_after(
+    return summary_of(
         events.RunStarted(),
         *(events.Placed(worker=worker, node="n", pid=worker + 100) for worker in (0, 1)),
         events.Formed(step=0),
         events.Placed(worker=2, node="n", pid=102, spare=True),
-        events.Steps(step=list(range(1, step + 1))),
+        steps(1, step),
         events.Checkpointed(step=committed),
+        *more,
+    )
+
+
+def steps(first: int, last: int) -> events.Steps:
+    numbers = [*range(first, last + 1)]
+    ones = [1.0] * len(numbers)
+    return events.Steps(
+        step=numbers, loss=ones, learning_rate=ones, gradient_norm=[*ones], samples=numbers, step_s=ones, wait_s=ones
     )
 
 
@@ -91,11 +101,11 @@ def test_a_fault_waits_until_the_run_has_settled() -> None:
     assert is_due(strike, running(5, 0), first, 110.0)
     assert not is_due(strike, running(4, 0), first, 110.0), "before its step"
     assert not is_due(strike, running(5, 0), first, 109.0), "before its time"
-    recovering = running(5, 0).after(events.Failed(worker=1))
-    assert not is_due(strike, recovering, first, 200.0), "nothing is formed"
-    again = recovering.after(events.Formed(step=5))
-    assert not is_due(strike, again, first, 200.0), "no step since it was formed"
-    assert is_due(strike, again.after(events.Steps(step=[6, 7, 8])), first, 200.0)
+    failed, formed = events.Failed(worker=1), events.Formed(step=5)
+    assert not is_due(strike, running(5, 0, failed), first, 200.0), "nothing is formed"
+    assert not is_due(strike, running(5, 0, failed, formed), first, 200.0), "no step since it was formed"
+    assert is_due(strike, running(5, 0, failed, formed, steps(6, 8)), first, 200.0)
+    assert not is_due(strike, running(5, 0, events.RunEnded(outcome="done", step=5)), first, 200.0)
 
 
 def test_a_fault_waits_for_a_checkpoint_beyond_the_one_before() -> None:
@@ -106,8 +116,8 @@ def test_a_fault_waits_for_a_checkpoint_beyond_the_one_before() -> None:
 
 def test_a_fault_of_the_start_strikes_before_anything_is_formed() -> None:
     strike, past = ScheduledFault(fault=FAULTS["start"]), PreviousFault(at_s=0.0)
-    placed = scene_after(events.RunStarted(), events.Placed(worker=0, node="n", pid=1))
-    assert not is_due(strike, ObservedState(), past, 0.0) and is_due(strike, placed, past, 0.0)
+    placed = summary_of(events.RunStarted(), events.Placed(worker=0, node="n", pid=1))
+    assert not is_due(strike, RunSummary(), past, 0.0) and is_due(strike, placed, past, 0.0)
     assert not is_due(strike, running(5, 0), past, 0.0)
 
 
@@ -116,7 +126,7 @@ def test_one_without_a_target_lets_the_next_go_first_but_no_start_jumps_the_queu
     past, scene = PreviousFault(at_s=0.0), running(5, 0)
     assert next_fault((spare, kill), scene, past, 0.0, lambda _: True) is spare
     assert next_fault((spare, kill), scene, past, 0.0, lambda strike: strike is not spare) is kill
-    placed = scene_after(events.RunStarted(), events.Placed(worker=0, node="n", pid=1))
+    placed = summary_of(events.RunStarted(), events.Placed(worker=0, node="n", pid=1))
     assert next_fault((start,), placed, past, 0.0, lambda _: True) is start
     assert next_fault((kill, start), placed, past, 0.0, lambda _: True) is None
 
@@ -128,15 +138,15 @@ def test_a_start_right_behind_a_driver_that_went_first_is_next_in_line() -> None
     assert remaining_faults((spare, kill, kill), kill) == [spare, kill]
 
 
-def test_the_scene_follows_processes_through_promotion_loss_and_a_new_driver() -> None:
-    scene = running(5, 0)
-    assert [process.pid for process in scene.workers] == [100, 101]
-    assert [process.pid for process in scene.spares] == [102]
-    scene = scene.after(events.Failed(worker=1)).after(events.Promoted(worker=2, rank=1))
-    assert [process.pid for process in scene.workers] == [100, 102] and not scene.spares
-    late = scene.after(events.Promoted(worker=9, rank=0))
-    assert late == scene, "a spare that is not up yet is placed as a worker later"
-    assert not scene.after(events.RunStarted()).processes
+def test_targets_follow_promotion_loss_and_a_new_driver() -> None:
+    run = running(5, 0)
+    assert [process.pid for process in processes_of(run)] == [100, 101]
+    assert [process.pid for process in processes_of(run, spares=True)] == [102]
+    late = events.Promoted(worker=9, rank=0)  # a spare that is not up yet is placed as a worker later
+    run = running(5, 0, events.Failed(worker=1), events.Promoted(worker=2, rank=1), late)
+    assert [process.pid for process in processes_of(run)] == [100, 102] and not processes_of(run, spares=True)
+    run.add(events.RunStarted())
+    assert not run.processes
 
 
 def test_faults_that_do_not_fit_are_refused_all_at_once_with_the_remedy() -> None:
