@@ -146,11 +146,6 @@ class JobFunctions:
                 "step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model
             )
 
-    def check_turns(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> None:
-        """Raise JobError where the sum of a step's losses depends on how the batch is divided."""
-        with self.precision():
-            self._check("step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model)
-
     def _check(
         self,
         what: str,
@@ -191,6 +186,9 @@ class JobFunctions:
             names: of the optimizers.
         """
         assert self.spec.step is not None, "several optimizers need step="
+        if self.checking:  # the sum of the losses
+            with self.precision():
+                self._check("step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model)
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode("step=", self.where):
             yielded = self.spec.numbered(self.spec.step, layout.step)(model, dict(columns))

@@ -476,10 +476,6 @@ def rehearse(runner: StepRunner, share: MicroBatchShare) -> None:
         return
     for _ in _turns(runner, share, tuple(optimizers)):
         pass
-    objective = runner.objective
-    if objective.caller.checking:
-        columns = objective.caller.tensors(share.batch)
-        objective.caller.check_turns(objective.model, columns, share.batch, share.layout)
 
 
 def _undone(replica: TorchReplica) -> AbstractContextManager[None]:
