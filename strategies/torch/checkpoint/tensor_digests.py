@@ -7,12 +7,12 @@ change is seen for certain, any other but for one case in 2**63, also where the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.core.data import fold_seed
 
@@ -32,19 +32,6 @@ def tensor_digest(tensor: Tensor) -> Tensor:
         rows, rest = words[: whole * ROW_WORDS].view(whole, ROW_WORDS), words[whole * ROW_WORDS :]
         words = torch.cat((_products(rows, factors), _products(rest.unsqueeze(0), factors[: len(rest)])))
     return words
-
-
-def parameter_digest(
-    model: nn.Module, given: Collection[str] = (), digest: Callable[[Iterable[Tensor]], list[int]] | None = None
-) -> int:
-    """Return a 63-bit number that depends on every bit of the parameters that are trained, and no file gives.
-
-    Args:
-        given: names of those that files give.
-        digest: returns a number for each tensor; by default, `digests`.
-    """
-    named = model.named_parameters()
-    return fold_seed(*(digest or digests)(each for name, each in named if each.requires_grad and name not in given))
 
 
 def named_digest(tensors: Mapping[str, Tensor]) -> str:

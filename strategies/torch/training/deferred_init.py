@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.data import fold_seed
-from trainwright.strategies.torch.checkpoint.tensor_digests import digests, parameter_digest, text_hash
+from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text_hash
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -282,7 +282,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._divided = True
         with self._own():
-            found = parameter_digest(model, loaded, lambda tensors: [self._digest(each) for each in tensors])
+            named = [each for name, each in model.named_parameters() if each.requires_grad and name not in loaded]
+            found = fold_seed(*map(self._digest, named))
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name in loaded and (values := self._large.find(tensor)) is not None:
                     values.last = None
