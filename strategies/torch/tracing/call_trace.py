@@ -444,27 +444,29 @@ _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 _LARGEST = 2**22  # elements of a tensor whose values are followed
 
 
-class MetaValues:
+class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Repeats on the CPU what a model computes from its inputs and constants alone, without its parameters.
 
     Masks, positions and lengths are such, and cheap; what depends on a parameter has no value, and a flow that asks for
     it stops the trace.
 
     Args:
-        inputs: (on the meta device, with values) of each.
+        inputs: (on the meta device, with values) of each; none where a flow must be the same for all of them.
 
     Attributes:
         asked: the flow has asked for values.
     """
 
-    def __init__(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known: Any = WeakIdKeyDictionary()
         self.asked = False
         for meta, real in inputs:
             self._known[meta] = real.clone()
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, and on the values where all of them are known."""
+        kwargs = kwargs or {}
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         known = all(each in self._known for each in given) and torch.Tag.nondeterministic_seeded not in func.tags
         if known and torch.Tag.data_dependent_output in func.tags:
@@ -518,18 +520,3 @@ class MetaValues:
         if isinstance(each, Tensor):
             return self._known[each]
         return torch.device("cpu") if isinstance(each, torch.device) else each
-
-
-class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a model asks of meta tensors where that follows from constants and inputs.
-
-    Args:
-        inputs: as of `MetaValues`; none where a flow must be the same for all of them.
-    """
-
-    def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._values = MetaValues([*inputs])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._values.run(func, args, kwargs or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
-from trainwright.strategies.torch.tracing.call_trace import MetaValueMode, MetaValues
+from trainwright.strategies.torch.tracing.call_trace import MetaValueMode
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)
@@ -232,9 +232,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
     """
 
-    def __init__(
-        self, held: set[int], parameters: set[int], values: MetaValues, rows: int, whole: frozenset[int]
-    ) -> None:
+    def __init__(self, held: set[int], parameters: set[int], rows: int, whole: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: dict[nn.Module, ModuleCalls] = {}
         self._open: list[nn.Module] = []
@@ -242,7 +240,6 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[Tensor, ModuleCalls]] = {}
         self._held = held
         self._spans: dict[int, tuple[Tensor, int, int]] = {}  # first and last place of all that make or read each
-        self._values = values
         self._scores = _AttentionScores(rows)
         self._division = _DivisionAnalysis(parameters, whole)
         self._paused = False
@@ -284,9 +281,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _apply_division(call, divided, table)
         self._saved.clear()
         found = self._scores
-        return ForwardTrace(
-            calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division, asks=self._values.asked
-        )
+        return ForwardTrace(calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Count fused attention: two products, and scores that are never written."""
@@ -334,7 +329,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spans[key] = tensor, min(first, place), max(last, place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = self._values.run(func, args, kwargs or {})
+        outputs = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if self._open:
             self._span(args)
@@ -534,11 +529,11 @@ def trace_model(
     rows = max((len(value) for value in tensors.values()), default=1)
     held = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
     parameters = {storage_key(each) for each in model.parameters()}
-    values = MetaValues([(on[name], value) for name, value in tensors.items()])
-    tracer = _OpTracer(held, parameters, values, rows, whole)
-    with tracer.watching(model):
+    values = MetaValueMode((on[name], value) for name, value in tensors.items())
+    tracer = _OpTracer(held, parameters, rows, whole)
+    with values, tracer.watching(model):
         call_model(model, on, call, step)
-    return tracer.found()
+    return replace(tracer.found(), asks=values.asked)
 
 
 def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step: Any) -> Any:
