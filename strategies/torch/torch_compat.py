@@ -72,6 +72,11 @@ def wrapper_subclass(kind: type[Tensor], like: Tensor, device: torch.device) -> 
     )
 
 
+def tensor_leaves(given: Any) -> list[Tensor]:
+    """Return the tensors of nested containers, in their order."""
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors sharing memory have in common, also on the meta device."""
     with DisableTorchFunction():  # not a function that a model calls

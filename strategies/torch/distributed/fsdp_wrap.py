@@ -35,7 +35,7 @@ from trainwright.strategies.torch.torch_compat import (
     has_gradient,
     reduce_alike,
     storage_key,
-    tree_leaves,
+    tensor_leaves,
 )
 from trainwright.strategies.torch.training.deferred_init import keep_new_tensors
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
@@ -199,7 +199,7 @@ class GatherTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation below autocast, and note which parameters it reads."""
         outputs = func(*args, **(kwargs or {}))
         if func.namespace not in ("fsdp", "c10d"):
-            given = {storage_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            given = set(map(storage_key, tensor_leaves((args, kwargs))))
             found = [self._by_storage[key] for key in given & self._by_storage.keys()]
             if func is torch.ops.aten._to_copy.default and outputs.dtype == self._kind:
                 self._cast.update(found)

@@ -30,7 +30,7 @@ from trainwright.strategies.torch.tensor_parallel.layers import (
     weight_is_transposed,
 )
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
-from trainwright.strategies.torch.torch_compat import BatchNorm, TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.torch_compat import BatchNorm, TorchDispatchMode, storage_key, tensor_leaves
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import meta_copy
 from trainwright.strategies.torch.tracing.op_trace import CallNames, ForwardTrace, meta_runner, trace_model
@@ -408,14 +408,14 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if not self._paused:
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor) and (name := self._names.get(storage_key(each))) is not None:
+            for each in tensor_leaves((args, kwargs)):
+                if (name := self._names.get(storage_key(each))) is not None:
                     raise ValueError(f"a parameter of module {name!r} is used without calling it")
             given = tuple(
                 TracedTensor(tuple(each.shape), each.requires_grad) if isinstance(each, Tensor) else each
                 for each in _flat_arguments(args, kwargs)
             )
-            made = tuple(tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor))
+            made = tuple(tuple(each.shape) for each in tensor_leaves(outputs))
             self.events.append(TracedOp(func=func, given=given, made=made))
         return outputs
 

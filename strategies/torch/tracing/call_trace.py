@@ -28,6 +28,7 @@ from trainwright.strategies.torch.torch_compat import (
     TreeSpec,
     pop_mode_temporarily,
     storage_key,
+    tensor_leaves,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -467,7 +468,7 @@ class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, and on the values where all of them are known."""
         kwargs = kwargs or {}
-        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        given = tensor_leaves((args, kwargs))
         known = all(each in self._known for each in given) and torch.Tag.nondeterministic_seeded not in func.tags
         if known and torch.Tag.data_dependent_output in func.tags:
             self.asked = True
@@ -477,7 +478,7 @@ class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadpacket in _INDEXED:
             args = (args[0], self._places(args[1]), *args[2:])
         outputs = func(*args, **kwargs)
-        made = [each for each in tree_flatten(outputs)[0] if isinstance(each, Tensor)]
+        made = tensor_leaves(outputs)
         small = all(each.numel() <= _LARGEST for each in made)
         real = self._tried(func, args, kwargs) if known and made and small else None
         for number, each in enumerate(made):
@@ -490,11 +491,10 @@ class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tried(self, func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
         """Return the values of an operation's outputs; None where the CPU cannot compute them."""
         try:
-            found = self._real(func, args, kwargs)
+            return tensor_leaves(self._real(func, args, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             _log.debug("the values that %s makes are not followed: %s", func, error)
             return None
-        return [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
 
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*tree_map(self._value, args), **tree_map(self._value, kwargs))

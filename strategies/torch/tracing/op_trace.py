@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tensor_leaves
 from trainwright.strategies.torch.tracing.call_trace import MetaValueMode
 
 _aten = torch.ops.aten
@@ -76,8 +76,8 @@ class _DivisionAnalysis:
     def see(self, func: Any, args: Any, outputs: Any, share: _ShardableWork, *, scores: bool) -> None:
         """Record an operation that is not a view; `scores` says whether it normalizes attention scores."""
         packet = func._overloadpacket
-        given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        given = tensor_leaves(args)
+        made = tensor_leaves(outputs)
         tags = _NO_LAYERS.union(*map(self.of, given))
         if packet in _LINEAR and self._held(args[-1]):
             self._linear(args[-2], made[0], storage_key(args[-1]), share)
@@ -107,8 +107,7 @@ class _DivisionAnalysis:
 
     def ends(self, outputs: Any) -> None:
         """Record what the model returns."""
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
-        self._last = _NO_LAYERS.union(*map(self.of, tensors))
+        self._last = _NO_LAYERS.union(*map(self.of, tensor_leaves(outputs)))
 
     def settled(self, heads: int) -> _LayerTags:
         """Return the linear layers that can be divided by outputs, by any divisor of the heads."""
@@ -323,8 +322,8 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _span(self, tensors: Any) -> None:
         """Note that a call makes or reads tensors."""
         place = self._calls[self._open[-1]].place
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and (key := storage_key(tensor)) not in self._held:
+        for tensor in tensor_leaves(tensors):
+            if (key := storage_key(tensor)) not in self._held:
                 _, first, last = self._spans.get(key, (tensor, place, place))
                 self._spans[key] = tensor, min(first, place), max(last, place)
 

@@ -23,7 +23,7 @@ from trainwright.core.errors import JobError, nearest
 from trainwright.core.loss_api import BATCH_LOSS, gather_with
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, full_tensor
-from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
+from trainwright.strategies.torch.torch_compat import generator_of, tensor_leaves, tree_leaves, tree_map
 from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
 
 _log = logging.getLogger(__name__)
@@ -433,7 +433,7 @@ def _compare(call: LossCall, result: Any, layout: BatchLayout, where: str, *, ga
     """Raise JobError where the result for all rows does not follow from those for some; see `check_divisible`."""
     shuffled = torch.randperm(call.rows, generator=torch.Generator().manual_seed(0))
     first, second = shuffled[: -(-call.rows // 2)], shuffled[-(-call.rows // 2) :]
-    rounding = _rounding((*tree_leaves((call.given, call.targets, result)), *call.parameters))
+    rounding = _rounding((call.given, call.targets, result, call.parameters))
     if isinstance(result, BatchMean):
         found = _mean_problem(result, call, [shuffled] if gathers else [first, second], drew=drew, rounding=rounding)
         if found:
@@ -489,7 +489,7 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
         rounding: from `_rounding`.
     """
     told, rows = whole.count is not None, call.rows
-    tensors = [leaf for leaf in tree_leaves(call.given) if isinstance(leaf, Tensor)]
+    tensors = tensor_leaves(call.given)
     if not tensors or not all(tensor.dim() for tensor in tensors):
         return "" if told else "the model's outputs hold values without rows, such as a loss of its own: use step="
     try:  # every rank calls it equally often, whatever its rows: a model may be divided over ranks
@@ -605,7 +605,7 @@ def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor
             raise
         if _ran_out_of_memory(call, error):
             return ""
-        if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(call.given)):
+        if any(leaf.dim() and count not in leaf.shape for leaf in tensor_leaves(call.given)):
             return ""  # it may not be the rows that were too few
         return f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"
     return "" if part is None else _difference(whole, part, chosen, rounding)
@@ -613,7 +613,7 @@ def _sample_problem(whole: tuple[Tensor, Tensor], call: LossCall, chosen: Tensor
 
 def _random_state(given: Any) -> object:
     """Return the states of all generators that a function of these tensors may use."""
-    devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    devices = {leaf.device for leaf in tensor_leaves(given) if leaf.is_cuda}
     return random_state.generator_states(), [
         generator_of(device).get_state().numpy().tobytes() for device in sorted(devices, key=str)
     ]
@@ -642,12 +642,12 @@ def _rows_of(leaf: Any, chosen: Tensor, count: int) -> Any:
     return leaf
 
 
-def _rounding(values: Iterable[Any]) -> float:
+def _rounding(values: Any) -> float:
     """Return the largest relative difference that rounding may make, by the coarsest type that may be computed in.
 
     A result in float64 may come from a model in float32, and accelerators multiply float32 as TF32.
     """
-    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    tensors = [value for value in tensor_leaves(values) if value.is_floating_point()]
     kinds = _computing_types(tensors) | {torch.float32}
     if any(tensor.device.type != "cpu" for tensor in tensors):
         kinds.add(torch.float16)  # as many bits of a fraction as TF32 has

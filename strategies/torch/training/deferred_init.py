@@ -31,6 +31,7 @@ from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
+    tensor_leaves,
     tree_leaves,
     tree_map_only,
 )
@@ -298,7 +299,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let tensors have their values in memory from now on."""
         if not self._inside:
             with self._own():
-                for values in map(self._large.find, _tensors(tensors)):
+                for values in map(self._large.find, tensor_leaves(tensors)):
                     if values is not None:
                         self._large.keep(values, "access to memory, such as numpy()")
 
@@ -343,7 +344,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fold_seed(text_hash(str((tensor.dtype, tensor.shape))), *told)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given, large = _tensors((args, kwargs)), self._large
+        given, large = tensor_leaves((args, kwargs)), self._large
         for inner in (inner for tensor in given for inner in _wrapped(tensor)):  # what is done to it is not seen here
             if (values := large.find(inner)) is not None:
                 large.keep(values, "a subclass of torch.Tensor")
@@ -395,7 +396,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any, generator: torch.Generator | None, state: Any, replaced: _Values | None
     ) -> _Operation | None:
         """Describe an operation; None where it cannot be repeated by what is known here."""
-        given, find = _tensors((args, kwargs)), self._large.find
+        given, find = tensor_leaves((args, kwargs)), self._large.find
         if any(each.is_conj() or each.is_neg() for each in given):
             return None
         if not all(each.is_meta or each.nbytes < _SMALLEST or find(each) is not None for each in given):
@@ -441,10 +442,6 @@ class _RawAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has memory of the host, and not other tensors inside."""
     return (
@@ -458,7 +455,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors inside one of a subclass."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for inner in _tensors([getattr(tensor, name) for name in names]):
+        for inner in tensor_leaves([getattr(tensor, name) for name in names]):
             yield inner
             yield from _wrapped(inner)
 
@@ -489,7 +486,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     formal = func._schema.arguments
     named = [*zip(formal, args, strict=False), *((each, kwargs[each.name]) for each in formal if each.name in kwargs)]
-    return _tensors([value for each, value in named if each.alias_info is not None and each.alias_info.is_write])
+    return tensor_leaves([value for each, value in named if each.alias_info is not None and each.alias_info.is_write])
 
 
 def _is_repeatable(func: Any) -> bool:

@@ -22,7 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainwright.strategies.torch.torch_compat import compile_in_process, generator_of, storage_key, tree_map
+from trainwright.strategies.torch.torch_compat import (
+    compile_in_process,
+    generator_of,
+    storage_key,
+    tensor_leaves,
+    tree_map,
+)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -274,7 +280,7 @@ class SelectiveRecompute(TorchFunctionMode):
         return self._called(func, args, kwargs)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = [*_tensors((*args, *kwargs.values()))]
+        given = tensor_leaves((args, kwargs))
         known = [each for each in given if self._maker(each) is not None]
         before = tuple(dict.fromkeys(filter(None, map(self._maker, known))))
         fused, product = func is _F.scaled_dot_product_attention, func in _PRODUCTS
@@ -402,7 +408,7 @@ def _refill_hook(call: _RecordedCall, *, last: bool) -> _Hook:
 def _writes_scores(call: _RecordedCall, args: Any, kwargs: Any, made: Tensor) -> bool:
     """Return whether attention saved a value for each query and key: it was not computed by a fused kernel."""
     query, key = (args[place] if place < len(args) else kwargs[name] for place, name in _FACTORS)
-    kept = {storage_key(tensor) for tensor in (*_tensors((*args, *kwargs.values())), made)}
+    kept = {storage_key(tensor) for tensor in tensor_leaves((args, kwargs, made))}
     saved = [each.tensor for each in (one() for one in call.saved) if each is not None and each.tensor is not None]
     return any(each.shape[-2:] == (query.shape[-2], key.shape[-2]) and storage_key(each) not in kept for each in saved)
 
@@ -411,14 +417,6 @@ def _in_place(function: Any) -> bool:
     """Return whether a function changes its first argument."""
     name: str = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
-    for each in given:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
 
 
 _multi_head = _F.multi_head_attention_forward
