@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Work
@@ -51,14 +50,16 @@ _TAKEN, _MAX_TAKEN = b"t", 4096  # the answer to a message, and how many are rea
 Waits = list[Callable[[], object]]  # functions that wait for a message; each raises if the other rank is gone
 
 
-class Channel(Protocol):
+class Channel:
     """Carries tensors from one stage to another. For one thread; `cut` is for any."""
 
     def send(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to send tensors, which must not change until the returned functions have returned."""
+        raise NotImplementedError
 
     def receive(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to receive into contiguous tensors."""
+        raise NotImplementedError
 
     def read_answers(self) -> None:
         """Read the answers that are there, which makes room for further ones."""
@@ -73,8 +74,8 @@ class Channel(Protocol):
         """Free the channel."""
 
 
-class GroupChannel:
-    """A channel over a process group of two ranks. The group is ended by its owner.
+class GroupChannel(Channel):
+    """A channel over a process group of two ranks, which its owner ends. NCCL knows what was taken.
 
     Args:
         group: of NCCL.
@@ -92,20 +93,8 @@ class GroupChannel:
         """Start to receive into tensors."""
         return [_wait_of(distributed.irecv(each, self._peer, group=self._group)) for each in tensors]
 
-    def read_answers(self) -> None:
-        """Do nothing: NCCL knows what was taken."""
 
-    def send_answers(self) -> None:
-        """Do nothing."""
-
-    def cut(self) -> None:
-        """Do nothing: an abort of the communicators ends it."""
-
-    def close(self) -> None:
-        """Do nothing: the group is freed with the others."""
-
-
-class SocketChannel:
+class SocketChannel(Channel):
     """One end of a connection that carries tensors one way.
 
     Args:
