@@ -102,16 +102,14 @@ def write(state: HostState, writer: StateWriter) -> None:
         "options": state.options,
         "plain": plain,
     }
-    if state.scale is not None:
-        facts["scale"] = list(state.scale)
-    if state.scheduler is not None:
-        facts["scheduler"] = state.scheduler
-    if state.sometimes_unused:
-        facts["sometimes_unused"] = True
-    if state.base:
-        facts["base"] = state.base
-    if state.checked:
-        facts["checked"] = True
+    others = {
+        "scale": state.scale,
+        "scheduler": state.scheduler,
+        "sometimes_unused": state.sometimes_unused,
+        "base": state.base,
+        "checked": state.checked,
+    }
+    facts |= {key: value for key, value in others.items() if value}
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
         kind: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()}
@@ -213,25 +211,18 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
 
 
 def read_local(reader: StateReader, data_rank: DataRank) -> LocalState | None:
-    """Read the local state of a data rank.
+    """Read the local state of a data rank, which further training needs.
 
-    None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
-    """
-    name = _local_state_file(reader, data_rank)
-    return None if name is None else LocalState(data_rank=data_rank, tensors=_tensors(reader, [name]))
-
-
-def _local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
-    """Return the name of the file with a data rank's local state; None where it is not needed.
-
-    It is needed to continue training. Where the model is only evaluated, by another number of ranks than trained it,
-    all of them use that of data rank 0, which is in the model's state dict.
+    None where the model is only evaluated, by another number of ranks than trained it: all of them use that of data
+    rank 0, which is in the model's state dict.
 
     Raises:
         CheckpointError: the checkpoint has none, or those of another number of data ranks.
     """
     if data_rank.file in reader.names():
-        return data_rank.file
+        found: dict[str, Tensor] = {}
+        _take_tensors(reader, [_FileRead(name=data_rank.file, wanted=None, take=found.__setitem__)])
+        return LocalState(data_rank=data_rank, tensors=found)
     if reader.weights_only:
         return None
     counts = {int(match[2]) for match in map(_LOCAL_FILE.fullmatch, reader.names()) if match}
@@ -363,13 +354,6 @@ def _parts(reader: StateReader) -> tuple[ModelPart, ...]:
     """Return the parts that make up a checkpoint, in order."""
     matches = [match for match in map(_PARTS.fullmatch, reader.names()) if match]
     return ModelPart.read(matches[0][1]).every if matches else (WHOLE_MODEL,)
-
-
-def _tensors(reader: StateReader, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return all tensors of some files."""
-    found: dict[str, Tensor] = {}
-    _take_tensors(reader, [_FileRead(name=name, wanted=None, take=found.__setitem__) for name in names])
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
