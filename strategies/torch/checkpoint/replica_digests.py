@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text_hash
-from trainwright.strategies.torch.distributed.process_group import all_gather_ints
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints, all_gather_json
 from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
@@ -126,13 +125,7 @@ def _all_gather_digests(entries: _Entries, device: torch.device) -> list[Mapping
     """Return every rank's digests, with plain values as text. All ranks call it."""
     shown = {key: value if isinstance(value, str) else "" for key, value in entries.items()}
     own = [[*key, *numbers, shown[key]] for key, numbers in _folded(entries).items()]
-    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = [size for (size,) in all_gather_ints([len(data)], device)]
-    filled = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    filled[: len(data)] = data.to(device)
-    gathered = [torch.empty_like(filled) for _ in sizes]
-    distributed.all_gather(gathered, filled)
-    told = [json.loads(each[:size].cpu().numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
+    told = all_gather_json(own, device)
     return [{(kind, name): (form, number, text) for kind, name, form, number, text in rows} for rows in told]
 
 

@@ -27,7 +27,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -360,14 +360,15 @@ def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     return answers
 
 
-def gather_names(own: Collection[str], device: torch.device) -> tuple[str, ...]:
-    """Return the names that any rank has, sorted. All ranks call it."""
-    text = json.dumps(sorted(own)).encode() if own else b""
-    longest = max(size for (size,) in all_gather_ints([len(text)], device))
-    if not longest:
-        return ()
-    rows = all_gather_ints([*text.ljust(longest)], device)
-    return tuple(sorted({name for row in rows for name in json.loads(bytes(row).strip() or b"[]")}))
+def all_gather_json(own: Any, device: torch.device) -> list[Any]:
+    """Gather a value that JSON has of every rank, in the order of the ranks. All ranks call it."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = [size for (size,) in all_gather_ints([len(data)], device)]
+    filled = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    filled[: len(data)] = data.to(device)
+    gathered = [torch.empty_like(filled) for _ in sizes]
+    distributed.all_gather(gathered, filled)
+    return [json.loads(each[:size].cpu().numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def is_gloo(group: ProcessGroup | None = None) -> bool:

@@ -15,7 +15,11 @@ from trainwright.core.data import Feed, StepReport
 from trainwright.core.errors import JobError
 from trainwright.core.topology import Address, Capabilities, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
-from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
+from trainwright.strategies.torch.distributed.process_group import (
+    ProcessGroupHandle,
+    all_gather_ints,
+    all_gather_json,
+)
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
 from trainwright.strategies.torch.training.train_step import StepRunner, UnusedParameters
@@ -54,8 +58,8 @@ class ProcessGroupEngine(TorchEngine):
 
     def _all_names(self, own: Collection[str]) -> tuple[str, ...]:
         """Return the names of all ranks, in one order; every rank calls it."""
-        assert self._group is not None, "form() comes first"
-        return gather_names(own, self._device) if self._group.size > 1 else super()._all_names(own)
+        named = all_gather_json(sorted(own), self._device)
+        return super()._all_names({name for names in named for name in names})
 
     def _wants_check(self, feed: Feed) -> bool:
         """Return the same on all ranks; every rank calls it."""
