@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -22,7 +22,12 @@ from trainwright.strategies.torch.checkpoint import host_state, safetensors_file
 from trainwright.strategies.torch.step_trace import TorchTraceRecorder
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames, sticky_error
 from trainwright.strategies.torch.training import evaluation, train_step
-from trainwright.strategies.torch.training.objective import DevicePrefetcher, JobFunctions, Objective
+from trainwright.strategies.torch.training.objective import (
+    DevicePrefetcher,
+    JobFunctions,
+    Objective,
+    evaluation_mode,
+)
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
 from trainwright.strategies.torch.training.train_step import StepRunner
 
@@ -250,10 +255,19 @@ class TorchEngine(_ReplicaEngine):
             found = self._guarded(lambda: evaluation.decode(self.replica.model, self._caller(), feed, cache))
         return {} if found is not None and self.replica.part.tensor else found
 
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
-        """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
-        self.replica.begin_evaluation()
-        return evaluation.evaluated_model(self.replica, self._where)
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Give the user's module as evaluations see it. Raises JobError where the plan divides it."""
+        replica = self.replica
+        if replica.part.total > 1:
+            problem = (
+                "context.model: the plan divides the model, and no worker holds all of it: use "
+                'tw.load_model(job, step=...) of a checkpoint, or strategy="data_parallel"'
+            )
+            raise JobError([problem], where=self._where)
+        replica.begin_evaluation()
+        with replica.averaged(), evaluation_mode(replica.model), torch.no_grad():
+            yield replica.model
 
     def peak_memory(self) -> PeakMemory | None:
         """Return the most memory of this rank's GPU used since `form`; None on a CPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
 from trainwright.core.engine import MetricStates, UpdatedMetric
 from trainwright.core.errors import JobError, nearest
-from trainwright.strategies.torch.shard_layout import WHOLE_MODEL
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
-from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
-from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode, sums_of
 
 LOSS = "loss"
 
@@ -47,22 +45,19 @@ def evaluate(
     Raises:
         UserCodeError, JobError: the user's code raised or returned the wrong shape.
     """
-    names: list[str] = []
-    sums: list[Tensor] = []
+    sums: list[tuple[str, Tensor]] = []
     logged: list[tuple[str, Terms]] = []
     caller = dataclasses.replace(caller, record=lambda name, terms: logged.append((name, terms)))
     with evaluation_mode(model), torch.no_grad():
-        for batch, layout in _batches(feed):
-            layout = dataclasses.replace(layout, step=step)  # that of the feed counts batches of the evaluation set
-            found = [*_terms(model, caller, batch.counted(), layout, through, states or {})]
-            for name, (values, weights) in (*found, *logged):
-                names.append(name)
-                doubled = weights.double()
-                sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
-            logged.clear()
-        rows = torch.stack(sums).tolist() if sums else []
+        for part in feed.parts:
+            layout = BatchLayout(ranks=feed.total, micro_batches=len(part), step=step)
+            for batch in part:
+                found = [*_terms(model, caller, batch.counted(), layout, through, states or {})]
+                sums += [(name, sums_of(terms)) for name, terms in (*found, *logged)]
+                logged.clear()
+        rows = torch.stack([pair for _, pair in sums]).tolist() if sums else []
     total = MetricSums()
-    for name, (value, weight) in zip(names, rows, strict=True):
+    for (name, _), (value, weight) in zip(sums, rows, strict=True):
         total += MetricSums(totals={name: (value, weight)})
     return total
 
@@ -82,7 +77,7 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
         raise JobError([problem], where=caller.where)
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluation_mode(model), torch.no_grad():
-        for batch, _ in _batches(feed):
+        for batch in chain.from_iterable(feed.parts):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
             chosen = {} if outputs is None else _chosen(dict(flat_outputs(outputs)), caller)
@@ -130,25 +125,6 @@ def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, 
     return found if all(cache.values()) else None
 
 
-@contextmanager
-def evaluated_model(replica: TorchReplica, where: str) -> Iterator[nn.Module]:
-    """Give the user's module in evaluation mode, without gradients, with averaged parameters if there is an average.
-
-    Raises:
-        JobError: the plan divides the model.
-    """
-    if replica.part != WHOLE_MODEL:
-        raise JobError(
-            [
-                "context.model: the plan divides the model, and no worker holds all of it: use "
-                'tw.load_model(job, step=...) of a checkpoint, or strategy="data_parallel"'
-            ],
-            where=where,
-        )
-    with replica.averaged(), evaluation_mode(replica.model), torch.no_grad():
-        yield replica.model
-
-
 def _terms(
     model: nn.Module,
     caller: JobFunctions,
@@ -186,12 +162,6 @@ def _update(
         state.metric.to(caller.device)
     with TorchUserCode(f"metric {name!r}", caller.where):
         state.update(outputs, caller.targets(columns))
-
-
-def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
-    for part in feed.parts:
-        layout = BatchLayout(ranks=feed.total, micro_batches=len(part))
-        yield from ((batch, layout) for batch in part)
 
 
 def flat_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -349,6 +349,12 @@ def _own_training(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
+def sums_of(terms: Terms) -> Tensor:
+    """Return the sum of weighted values and that of the weights, in float64: (2,)."""
+    weights = terms.weights.double()
+    return torch.stack(((terms.values.double() * weights).sum(), weights.sum()))
+
+
 class _LoggedValues:
     """Sums of the values that `tw.log` recorded in a micro-batch.
 
@@ -374,8 +380,7 @@ class _LoggedValues:
                 "it for every batch, with tw.Terms(values, weights) and weights of 0 where nothing is to count"
             )
             raise JobError([problem], where=self._where)
-        weights = terms.weights.double()
-        sums = torch.stack(((terms.values.double() * weights).sum(), weights.sum()))
+        sums = sums_of(terms)
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def take(self, like: Tensor) -> list[Tensor]:
