@@ -64,16 +64,10 @@ class StepTotals:
     def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
         """Return the totals from the reduced gradient of `Objective.carry`."""
         weight, loss, stop_requested, unused, *others = sums
-        told, logged = tuple(others[:3]), tuple(others[3:])
         return cls(
-            weight=weight,
-            loss=loss,
-            stop_requested=stop_requested > 0.5,
-            unused=unused > 0,
-            told=told,
-            logged=logged,
-            norm=norm,
-        )
+            weight=weight, loss=loss, stop_requested=stop_requested > 0.5, unused=unused > 0, told=tuple(others[:3]),
+            logged=tuple(others[3:]), norm=norm,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
