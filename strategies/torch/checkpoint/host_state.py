@@ -400,21 +400,8 @@ def _make_buffers(replica: TorchReplica, forms: Mapping[str, _TensorForm]) -> No
     })  # fmt: skip
 
 
-_Description = tuple[
-    int | None,
-    OptimizerSlots,
-    dict[str, _TensorForm],
-    list[dict[str, Any]],
-    bool | None,
-    tuple[str, ...],
-    bool,
-    LossScale | None,
-    SchedulerState | None,
-]
-
-
-def _description(replica: TorchReplica) -> _Description:
-    """Return what a new rank must know before tensors are sent."""
+def _description(replica: TorchReplica) -> tuple[Any, ...]:
+    """Return what a new rank must know before tensors are sent, in the order of `broadcast`."""
     slots = _map_tensors(_slots(replica), lambda _name, _key, value: _TensorForm.of(value, is_dtensor(value)))
     buffers = [(name, buffer) for name, buffer in replica.named_buffers() if name not in replica.local]
     forms = {name: _TensorForm.of(to_local(buffer), False) for name, buffer in buffers}
@@ -424,8 +411,8 @@ def _description(replica: TorchReplica) -> _Description:
 
 
 def _broadcast_description(
-    own: _Description | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
-) -> _Description:
+    own: tuple[Any, ...] | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
+) -> tuple[Any, ...]:
     """Broadcast the source's description as `torch.save` writes it, and load it by an allowlist of classes."""
     file = io.BytesIO()
     torch.save(own, file)
@@ -436,7 +423,7 @@ def _broadcast_description(
         data.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
     distributed.broadcast(data, src=source, group=group)
     with safe_globals([_TensorForm, LossScale]):
-        said: _Description = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+        said: tuple[Any, ...] = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
     return said
 
 
