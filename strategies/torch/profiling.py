@@ -27,10 +27,10 @@ from trainwright.strategies.torch.torch_compat import storage_key
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import ForwardTracer, meta_copy
 from trainwright.strategies.torch.tracing.op_trace import (
-    CallNames,
     ForwardTrace,
+    ModelCall,
     ModuleCalls,
-    call_model,
+    model_call,
     trace_model,
 )
 from trainwright.strategies.torch.training import batch_tensors as batches
@@ -82,23 +82,23 @@ def profile_model(
         framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), evaluating=evaluating_parts(model),
         trained=_trained(model), narrow=_narrow(model), recounted=next(iter(checkpointed_buffers(model)), ""),
     )  # fmt: skip
-    call = inputs, keywords
-    trace, least = _first_traced(model.to("meta"), tensors, call, step), 1
+    call = model_call(inputs, keywords, step)
+    trace, least = _first_traced(model.to("meta"), tensors, call), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
         least = 2
         tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
-        trace = _first_traced(model, tensors, call, step)
+        trace = _first_traced(model, tensors, call)
     if isinstance(trace, str):
         _log.info("estimating operations from parameters, since tracing raised %s", trace)
         return replace(known, layers=_parameter_costs(model, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     known, split = replace(known, heads=trace.heads, tokens=trace.tokens), TensorParallelPlan()
     if trace.division.blocks(trace.heads):
-        split, indivisible = _planned_split(model, tensors, call, step, least)
-        tokens = divides_tokens(model, tensors, call, step, split, least)
+        split, indivisible = _planned_split(model, tensors, call, least)
+        tokens = divides_tokens(model, tensors, call, split, least)
         known = replace(known, indivisible=indivisible, divides_tokens=tokens)
         whole = trace.division.weights(trace.heads) - _divided_weights(model, split)
-        again = _first_traced(model, tensors, call, step, whole) if whole and split.roles else trace
+        again = _first_traced(model, tensors, call, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
     layers = merge_plain_layers(_mark_divided_spans(_costs(model, held, trace, rows), split))
     layers = _mark_blocks(model, layers)
@@ -119,15 +119,14 @@ def _mostly_between_sums(layers: tuple[LayerCost, ...]) -> bool:
     return sum(layer.kept_numbers for layer in outside) <= _MOST_OUTSIDE * kept
 
 
-def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallNames) -> str:
+def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: ModelCall) -> str:
     """Return why a forward that reads values of its inputs cannot be cut into stages; empty where it can."""
-    inputs, _ = call
 
     def forward(meta_model: nn.Module, given: Sequence[Tensor]) -> Any:
-        return call_model(meta_model, dict(zip(inputs, given, strict=True)), call, None)
+        return call(meta_model, dict(zip(tensors, given, strict=True)))
 
     try:
-        ForwardTracer(meta_copy(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
+        ForwardTracer(meta_copy(model), (), forward, "").route([each.to("meta") for each in tensors.values()])
     except JobError as error:
         return error.problems[0]
     return ""
@@ -158,14 +157,14 @@ def _narrow(model: nn.Module) -> str:
 
 
 def _first_traced(
-    model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, whole: frozenset[int] = frozenset()
+    model: nn.Module, tensors: batches.Tensors, call: ModelCall, whole: frozenset[int] = frozenset()
 ) -> ForwardTrace | str:
     """Return a trace in the model's own types, or in bfloat16 where a kernel needs it; or the first error."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
         try:
-            return trace_model(model.to(dtype), given, call, step, whole)
+            return trace_model(model.to(dtype), given, call, whole)
         except Exception as error:
             stopped.append(summarize_error(error, limit=_REASON))
     return stopped[0]
@@ -182,11 +181,11 @@ def _tokens(tensors: batches.Tensors) -> int:
 
 
 def _planned_split(
-    model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, least: int
+    model: nn.Module, tensors: batches.Tensors, call: ModelCall, least: int
 ) -> tuple[TensorParallelPlan, str]:
     """Return what tensor parallelism can divide of a model, or why it can divide nothing."""
     try:
-        return plan_layers(model, tensors, call, step, None, "profile", rows=least), ""
+        return plan_layers(model, tensors, call, None, "profile", rows=least), ""
     except JobError as error:
         return TensorParallelPlan(), error.problems[0]
 

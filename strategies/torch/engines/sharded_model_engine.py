@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -242,7 +243,13 @@ def choose_layers(spec: ModelSpec, plan: Plan, model: nn.Module, degree: int, wh
     from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
 
     assert spec.sample is not None, "a job has a sample"
-    found = JobFunctions.on_host(spec, plan, where).tensors(spec.sample())
+    functions = JobFunctions.on_host(spec, plan, where)
+    found = functions.tensors(spec.sample())
+
+    def call(model: nn.Module, on: Mapping[str, Tensor]) -> Any:
+        if spec.step is not None and not spec.inputs:
+            return spec.numbered(spec.step, 0)(model, on)
+        return functions.called(model, [on[name] for name in spec.inputs])
+
     given = found if spec.step else {name: found[name] for name in spec.inputs}
-    call, step = (spec.inputs, spec.keywords), None if spec.step is None else spec.numbered(spec.step, 0)
-    return plan_layers(model, given, call, step, degree, where, named=spec.tensor_plan, sequence=plan.sequence)
+    return plan_layers(model, given, call, degree, where, named=spec.tensor_plan, sequence=plan.sequence)

@@ -33,7 +33,7 @@ from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorPara
 from trainwright.strategies.torch.torch_compat import BatchNorm, TorchDispatchMode, storage_key, tensor_leaves
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import meta_copy
-from trainwright.strategies.torch.tracing.op_trace import CallNames, ForwardTrace, meta_runner, trace_model
+from trainwright.strategies.torch.tracing.op_trace import ForwardTrace, ModelCall, meta_runner, trace_model
 
 _MOST = 3  # attributes of a block that are changed together
 _RunOnMeta = Callable[[nn.Module], object]
@@ -42,8 +42,7 @@ _RunOnMeta = Callable[[nn.Module], object]
 def plan_layers(
     model: nn.Module,
     columns: Mapping[str, Tensor],
-    call: CallNames,
-    step: Any,
+    call: ModelCall,
     degree: int | None,
     where: str,
     *,
@@ -56,8 +55,7 @@ def plan_layers(
     Args:
         model: whole, in host memory; it is not changed.
         columns: of a sample, in host memory: the model's inputs, or all of them for a step.
-        call: names of the inputs, and the keywords that they are given as.
-        step: (model, columns) -> losses, in place of the model's call; None for none.
+        call: calls a model with them.
         degree: ranks that divide it; None for as few as share the heads of its attention.
         where: the rank, for errors.
         rows: the fewest that the model takes; without it those that its norms take of a sample of one row.
@@ -70,12 +68,9 @@ def plan_layers(
     if rows is None:
         rows = 2 if any(isinstance(module, BatchNorm) for module in model.modules()) else 1
         columns = {name: torch.cat([column] * rows) for name, column in columns.items()}
-    run = meta_runner(columns, call, step, rows)
+    run = meta_runner(columns, call, rows)
     planner = _LayerPlanner(model, run, degree, where)
-    if named:
-        plan = planner.planned(named)
-    else:
-        plan = planner.found(lambda meta_model: trace_model(meta_model, columns, call, step))
+    plan = planner.planned(named) if named else planner.found(lambda model: trace_model(model, columns, call))
     if sequence and degree and (why := sequence_parallel_problem(model, plan, run, degree, where)):
         raise JobError(
             [f"sequence=1: the tokens cannot be divided between tensor-parallel layers: {why}; leave it out"],
@@ -572,15 +567,10 @@ def sequence_parallel_problem(
 
 
 def divides_tokens(
-    model: nn.Module,
-    columns: Mapping[str, Tensor],
-    call: CallNames,
-    step: Any,
-    split: TensorParallelPlan,
-    rows: int,
+    model: nn.Module, columns: Mapping[str, Tensor], call: ModelCall, split: TensorParallelPlan, rows: int
 ) -> bool:
     """Return whether two ranks can divide the tokens between the divided layers of a model; see `plan_layers`."""
-    run = meta_runner(columns, call, step, rows)
+    run = meta_runner(columns, call, rows)
     try:
         return bool(split.roles) and not sequence_parallel_problem(model, split, run, 2, "profile")
     except JobError:

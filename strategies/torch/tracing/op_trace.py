@@ -9,7 +9,7 @@ the largest embedding may be divided too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -35,7 +35,7 @@ _OVER_LAST = (
 )  # fmt: skip
 _LayerTags = frozenset[int]
 _NO_LAYERS: _LayerTags = frozenset()
-CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the model's arguments that they are given as
+ModelCall = Callable[[nn.Module, Mapping[str, Tensor]], Any]  # calls a model with columns on its device
 
 
 @dataclass(kw_only=True)
@@ -516,12 +516,11 @@ class _AttentionScores:
 
 
 def trace_model(
-    model: nn.Module, tensors: Mapping[str, Tensor], call: CallNames, step: Any, whole: frozenset[int] = frozenset()
+    model: nn.Module, tensors: Mapping[str, Tensor], call: ModelCall, whole: frozenset[int] = frozenset()
 ) -> ForwardTrace:
     """Trace one forward of a model on the meta device. Raises whatever the forward raises.
 
     Args:
-        call: inputs and keywords.
         whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
     """
     on = {name: value.to("meta") for name, value in tensors.items()}
@@ -531,21 +530,20 @@ def trace_model(
     values = MetaValueMode((on[name], value) for name, value in tensors.items())
     tracer = _OpTracer(held, parameters, rows, whole)
     with values, tracer.watching(model):
-        call_model(model, on, call, step)
+        call(model, on)
     return replace(tracer.found(), asks=values.asked)
 
 
-def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step: Any) -> Any:
-    """Call a model, or a step of the job's own, with columns on its device."""
-    inputs, keywords = call
+def model_call(inputs: Sequence[str], keywords: Sequence[str], step: ModelCall | None) -> ModelCall:
+    """Return the call of a model with its input columns, by keywords if there are any; without inputs, a job's step."""
+    if step is not None and not inputs:
+        return step
     if keywords:
-        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
-    if inputs or step is None:
-        return model(*[on[name] for name in inputs])
-    return step(model, on)
+        return lambda model, on: model(**dict(zip(keywords, [on[name] for name in inputs], strict=True)))
+    return lambda model, on: model(*[on[name] for name in inputs])
 
 
-def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
+def meta_runner(columns: Mapping[str, Tensor], call: ModelCall, least: int) -> Callable[..., Any]:
     """Return a function that calls a model on the meta device with `rows` rows, by default as few as it takes.
 
     What it asks of values that follow from the inputs is answered by the columns'.
@@ -555,6 +553,6 @@ def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least
         real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
         given = {name: value.to("meta") for name, value in real.items()}
         with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
-            return call_model(meta_model, given, call, step)
+            return call(meta_model, given)
 
     return run
