@@ -74,14 +74,10 @@ def profile_model(
     if problems := sparse_problems(model):
         raise JobError(problems)
     ensure_training_mode(model, "model")
-    norms = ("batch_norm",) if batch_norms(model) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.to_tensors(columns, inputs or None, torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in model.named_parameters()}
-    known = ModelProfile(
-        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), evaluating=evaluating_parts(model),
-        trained=_trained(model), narrow=_narrow(model), recounted=next(iter(checkpointed_buffers(model)), ""),
-    )  # fmt: skip
+    known = _facts(model)
     call = model_call(inputs, keywords, step)
     trace, least = _first_traced(model.to("meta"), tensors, call), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
@@ -97,7 +93,8 @@ def profile_model(
         split, indivisible = _planned_split(model, tensors, call, least)
         tokens = divides_tokens(model, tensors, call, split, least)
         known = replace(known, indivisible=indivisible, divides_tokens=tokens)
-        whole = trace.division.weights(trace.heads) - _divided_weights(model, split)
+        divided = {storage_key(model.get_submodule(name).get_parameter("weight")) for name in split.roles}
+        whole = trace.division.weights(trace.heads) - divided
         again = _first_traced(model, tensors, call, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
     layers = merge_plain_layers(_mark_divided_spans(_costs(model, held, trace, rows), split))
@@ -106,7 +103,7 @@ def profile_model(
     if inputs:
         layers = append_loss(layers, trace.calls[model].output / rows)
     uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
-    return replace(known, layers=layers, uncut=uncut, least_rows=least if norms else 1)
+    return replace(known, layers=layers, uncut=uncut, least_rows=least if known.inexact else 1)
 
 
 def _mostly_between_sums(layers: tuple[LayerCost, ...]) -> bool:
@@ -138,22 +135,20 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
 
 
-def _backend(model: nn.Module) -> str:
-    """Return "torch" where a module is Keras' own or contains one; empty otherwise."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    return "torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else ""
-
-
-def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return rows and bytes of each trained parameter."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
-
-
-def _narrow(model: nn.Module) -> str:
-    """Return the name of a trained parameter of 16 bits; empty without one."""
-    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-    return next((name for name, each in trained if each.element_size() == 2), "")
+def _facts(model: nn.Module) -> ModelProfile:
+    """Return the profile of a model without its layers."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}  # also those derived from Keras'
+    return ModelProfile(
+        framework="torch",
+        layers=(),
+        inexact=("batch_norm",) if batch_norms(model) else (),
+        keras_backend="torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else "",
+        evaluating=evaluating_parts(model),
+        trained=tuple((len(one) if one.dim() else 1, one.numel() * one.element_size()) for one in trained.values()),
+        narrow=next((name for name, one in trained.items() if one.element_size() == 2), ""),
+        recounted=next(iter(checkpointed_buffers(model)), ""),
+    )
 
 
 def _first_traced(
@@ -162,16 +157,12 @@ def _first_traced(
     """Return a trace in the model's own types, or in bfloat16 where a kernel needs it; or the first error."""
     stopped = []
     for dtype in (None, torch.bfloat16):
-        given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
+        given = {name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in tensors.items()}
         try:
             return trace_model(model.to(dtype), given, call, whole)
         except Exception as error:
             stopped.append(summarize_error(error, limit=_REASON))
     return stopped[0]
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _tokens(tensors: batches.Tensors) -> int:
@@ -188,12 +179,6 @@ def _planned_split(
         return plan_layers(model, tensors, call, None, "profile", rows=least), ""
     except JobError as error:
         return TensorParallelPlan(), error.problems[0]
-
-
-def _divided_weights(model: nn.Module, split: TensorParallelPlan) -> set[int]:
-    """Return the storages of the divided weights."""
-    weights = (model.get_submodule(name)._parameters["weight"] for name in split.roles)
-    return {storage_key(weight) for weight in weights if weight is not None}
 
 
 def _mark_divided_spans(layers: Sequence[LayerCost], split: TensorParallelPlan) -> list[LayerCost]:
