@@ -198,7 +198,10 @@ def _make_scheduler(spec: ModelSpec, optimizer: torch.optim.Optimizer, where: st
             else f"schedule= made {kind}, which takes a metric: set schedule_metric= to 'loss' or one of metrics="
         )
     else:
-        problems += _state_problems(made)
+        try:
+            _plain_state(made)
+        except TypeError as error:
+            problems.append(f"the state of {type(made).__name__} cannot be saved: {error}")
     if problems:
         raise JobError(problems, where=where)
     assert isinstance(made, LRScheduler)
@@ -206,14 +209,6 @@ def _make_scheduler(spec: ModelSpec, optimizer: torch.optim.Optimizer, where: st
 
 
 # --- The scheduler's state --------------------------------------------------------------------------------------------
-
-
-def _state_problems(scheduler: LRScheduler) -> list[str]:
-    try:
-        _plain_state(scheduler)
-    except TypeError as error:
-        return [f"the state of {type(scheduler).__name__} cannot be saved: {error}"]
-    return []
 
 
 def _plain_state(scheduler: LRScheduler) -> SchedulerState:
@@ -274,11 +269,9 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group's settings as plain values, without its parameters and their names."""
 
     def plain(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value.item() if isinstance(value, np.generic) else value
-        return (
-            value.item() if key == "lr" else {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-        )
+        if isinstance(value, Tensor) and key != "lr":
+            return {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return value.item() if isinstance(value, Tensor | np.generic) else value
 
     return {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
 
