@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tensor_leaves
+from trainwright.strategies.torch.torch_compat import (
+    TorchDispatchMode,
+    multi_head_attention,
+    storage_key,
+    tensor_leaves,
+)
 from trainwright.strategies.torch.tracing.call_trace import MetaValueMode
 
 _aten = torch.ops.aten
@@ -374,9 +378,7 @@ class _FusedKernels(TorchFunctionMode):
     def __init__(self, tracer: _OpTracer) -> None:
         super().__init__()
         self._tracer = tracer
-        whole = nn.functional.multi_head_attention_forward
-        seen = {**vars(nn.functional), "scaled_dot_product_attention": self._attention, "dropout": _dropout}
-        self._multi_head = FunctionType(whole.__code__, seen, whole.__name__, whole.__defaults__)
+        self._multi_head = multi_head_attention(scaled_dot_product_attention=self._attention, dropout=_dropout)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:

@@ -358,8 +358,10 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         absent = replaced is not None and not replaced.present
         for values in used if func._overloadpacket not in _BY_FORM else ():
             large.provide(values, computed=values is not replaced)
-        noted = self._noting and len(written) < 2 and _is_repeatable(func)
-        generator = _generator(func, kwargs) if noted else None
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        known = drawn or torch.Tag.pointwise in func.tags or func._overloadpacket in _REPEATABLE
+        noted = self._noting and len(written) < 2 and known
+        generator = (kwargs.get("generator") or torch.default_generator) if noted and drawn else None
         state = None if generator is None else generator.get_state()
         operation = self._operation(func, args, kwargs, generator, state, replaced) if noted and written else None
         try:
@@ -487,19 +489,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     formal = func._schema.arguments
     named = [*zip(formal, args, strict=False), *((each, kwargs[each.name]) for each in formal if each.name in kwargs)]
     return tensor_leaves([value for each, value in named if each.alias_info is not None and each.alias_info.is_write])
-
-
-def _is_repeatable(func: Any) -> bool:
-    drawn = torch.Tag.nondeterministic_seeded in func.tags
-    return drawn or torch.Tag.pointwise in func.tags or func._overloadpacket in _REPEATABLE
-
-
-def _generator(func: Any, kwargs: Any) -> torch.Generator | None:
-    """Return the generator that an operation on the CPU draws from; None where it draws nothing."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    given: torch.Generator | None = kwargs.get("generator")
-    return torch.default_generator if given is None else given
 
 
 def _needed(values: _Values) -> list[_Operation]:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from types import FunctionType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -25,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.strategies.torch.torch_compat import (
     compile_in_process,
     generator_of,
+    multi_head_attention,
     storage_key,
     tensor_leaves,
     tree_map,
@@ -134,11 +134,8 @@ def checkpointed_buffers(model: nn.Module, divided: Iterable[str] = ()) -> list[
 
 def checkpointed_modules(model: nn.Module, divided: Iterable[str] = ()) -> list[nn.Module]:
     """Return the modules that `checkpoint_blocks` wraps."""
-    return _without_cuts(model, repeated_blocks(model) or _trainable_children(model), divided)
-
-
-def _trainable_children(model: nn.Module) -> list[nn.Module]:
-    return [child for child in _called_children(model) if next(child.parameters(), None) is not None]
+    children = [child for child in _called_children(model) if next(child.parameters(), None) is not None]
+    return _without_cuts(model, repeated_blocks(model) or children, divided)
 
 
 def _buffer_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -419,10 +416,5 @@ def _in_place(function: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-_multi_head = _F.multi_head_attention_forward
-_multi_head_by_calls = FunctionType(  # it tells a mode of itself alone; so it tells of what it calls
-    _multi_head.__code__,
-    {**vars(_F), "has_torch_function": lambda _: False},
-    _multi_head.__name__,
-    _multi_head.__defaults__,
-)
+# torch's own tells a mode of itself alone; so it tells of what it calls
+_multi_head_by_calls = multi_head_attention(has_torch_function=lambda _: False)
