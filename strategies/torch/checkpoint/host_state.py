@@ -213,10 +213,7 @@ def broadcast(
 ) -> None:
     """Copy the state of rank `source`, except local state, to all ranks of a process group. All of them call it.
 
-    Args:
-        rank: this rank, as the whole group counts.
-        device: where the process group communicates.
-        group: ranks that hold the same part; by default all.
+    `source` and `rank`, this one's number, are as the default group counts; it is `group` where that is None.
     """
     own = _description(replica) if rank == source else None
     step, slots, forms, options, every_used, logged, checked, scale, scheduler = _broadcast_description(

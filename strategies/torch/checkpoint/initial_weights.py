@@ -83,7 +83,6 @@ def load_slices(model: nn.Module, weights: WeightSource, found: StoredByName, bo
     """Load what this rank holds of a model.
 
     Args:
-        model: divided, and on its device.
         found: stored tensors by full name.
         boxes: the slice that the rank holds of each divided tensor.
 
@@ -103,10 +102,9 @@ def load_slices(model: nn.Module, weights: WeightSource, found: StoredByName, bo
 
 
 def provide_memory(model: nn.Module, given: Mapping[str, object], where: str) -> None:
-    """Give the tensors on the meta device memory of the host, without values. Raises JobError.
+    """Give the tensors on the meta device memory of the host, without values.
 
-    Args:
-        given: names of those whose values are loaded.
+    Raises JobError where values of one are not among those that are loaded, which are `given`.
     """
     empty = [name for name, value in _all_tensors(model) if value.is_meta and name not in given]
     if empty:
@@ -131,13 +129,7 @@ def fill_empty(model: nn.Module) -> None:
 
 
 def base_digest(frozen: Mapping[str, Tensor], given: Mapping[str, object], weights: WeightSource | None) -> str:
-    """Return a digest of frozen parameters: of the files for those that they give, of the values for all others.
-
-    Args:
-        frozen: parameters by full name.
-        given: names of those that the files give.
-        weights: the files.
-    """
+    """Return a digest of frozen parameters: of the files for those that they give, of the values for all others."""
     made = {name: value for name, value in frozen.items() if name not in given}
     if weights is None or len(made) == len(frozen):
         return named_digest(frozen) if frozen else ""

@@ -42,11 +42,8 @@ def check_replicas(
     """Check that ranks hold the same state. Every rank calls it; it takes one small all-gather where they do.
 
     Args:
-        replica: this rank's.
         keys: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
             of equal second keys in what is divided too.
-        device: where the process group communicates.
-        where: this rank, for errors.
 
     Raises:
         JobError: on every rank, where some differ; names the first thing that differs, and the ranks.

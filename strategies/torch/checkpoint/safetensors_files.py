@@ -161,9 +161,7 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
     """Read a state from files of any layout.
 
     Args:
-        reader: of the checkpoint.
         wanted: boxes of the parameters and buffers that are wanted, None for all of one; without it all of every one.
-        part: the rank's own.
 
     Raises:
         CheckpointError: a file is missing or is not what it should be.

@@ -219,14 +219,7 @@ def _parameters_of(module: Any) -> list[Any]:
 class StageShards:
     """The parameters of a pipeline stage, sharded between steps and gathered during a step (ZeRO-1).
 
-    Args:
-        stage: the modules; they are divided.
-        mesh: of one dimension, or of replicas and shards.
-        where: the rank, for errors.
-        wire: `bf16` sends gradients in half precision.
-
-    Raises:
-        JobError: the modules cannot be divided.
+    Its arguments are those of `fully_shard_model`, and so are its errors.
     """
 
     def __init__(self, stage: nn.Module, mesh: DeviceMesh, where: str, wire: str) -> None:

@@ -60,11 +60,6 @@ class _P2PTransfer:
 class StageLinks:
     """A rank's place in a pipeline, and its messages under way.
 
-    Args:
-        plan: with the mesh of the group.
-        group: of the ranks.
-        device: where tensors are received.
-
     Attributes:
         columns: the ranks of each pipeline, by stage.
         stage: of this rank.

@@ -50,8 +50,6 @@ class SplitModel:
         entries: names of the modules with whose first calls the sections from the second on begin.
         own: numbers of this rank's sections.
         inputs: as the model is called with, of a few rows; their later dimensions are those of every call.
-        forward: calls a model with its inputs.
-        where: the rank, for errors.
         prepare: changes what modules run and divides what is left of them, and not what the model is made of; it is
             told the sections that use each parameter. Numbers that a module holds, such as its heads, may be others
             afterwards.
@@ -406,11 +404,8 @@ def split_stage(
 
     Args:
         model: whole, in host memory; other stages lose their parameters.
-        stage: this rank's.
         layers: how tensor parallelism divides layers.
         group: the ranks that divide them.
-        device: where the stage is to live.
-        where: the rank, for errors.
 
     Returns:
         The model in sections, and what this rank holds of each parameter that tensor parallelism divides.

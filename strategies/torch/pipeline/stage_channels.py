@@ -75,15 +75,10 @@ class Channel:
 
 
 class GroupChannel(Channel):
-    """A channel over a process group of two ranks, which its owner ends. NCCL knows what was taken.
-
-    Args:
-        group: of NCCL.
-        peer: rank of the other end, in the world.
-    """
+    """A channel over a process group of two ranks, which its owner ends. NCCL knows what was taken."""
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+        self._group, self._peer = group, peer  # its rank in the world
 
     def send(self, tensors: Sequence[Tensor]) -> Waits:
         """Start to send tensors."""

@@ -56,13 +56,6 @@ class _MicroBatchInFlight:
 class StageExecutor:
     """Runs the steps of one rank's stage.
 
-    Args:
-        plan: gives the order of operations.
-        cut: the model.
-        links: to the other stages.
-        objective: the loss, on the stage that ends the model.
-        replica: holds the parameters.
-
     Attributes:
         begun: the step whose first forwards were done in the one before; None for none.
         accumulate: called after each backward.

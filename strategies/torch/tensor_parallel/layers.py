@@ -160,8 +160,6 @@ def shard_layers(
 
     Args:
         model: in host memory; what of it another stage holds may be gone.
-        split: of the whole model.
-        where: the rank, for errors.
 
     Returns:
         What is kept of each parameter that was divided, by all of its names.

@@ -155,8 +155,6 @@ class ForwardTracer:
     Args:
         model: on the meta device.
         entries: names of the modules with whose first calls the sections from the second on begin.
-        forward: calls a model with its inputs.
-        where: the rank, for errors.
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[str], forward: ForwardFunction, where: str) -> None:

@@ -53,12 +53,7 @@ class _ShardableWork:
 
 
 class _DivisionAnalysis:
-    """Follows the outputs of linear layers by storage, to find which layers can be divided.
-
-    Args:
-        parameters: storages of the model's parameters.
-        whole: storages of the weights that are not divided, whatever is found.
-    """
+    """Follows the outputs of linear layers by storage, to find which layers can be divided; not those in `whole`."""
 
     def __init__(self, parameters: set[int], whole: frozenset[int]) -> None:
         self._parameters, self._kept = parameters, whole

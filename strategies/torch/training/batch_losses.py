@@ -88,8 +88,6 @@ def batch_mean(what: str, result: Any, weight: Weight, columns: Mapping[str, Ten
     Args:
         what: names the function.
         result: what it returned; of an output of Hugging Face's models its `loss` is taken.
-        weight: of the job.
-        columns: given to weight.
 
     Raises:
         JobError: weight= fits no such loss, or does not give a number.
@@ -250,14 +248,7 @@ def _class_terms(
 
 
 class BatchRows:
-    """Gives a function of one micro-batch the rows of the global batch.
-
-    Args:
-        batch: the micro-batch.
-        layout: of the global batch.
-        group: makes the process group of its data ranks; None where there is none.
-        where: the rank, for errors.
-    """
+    """Gives a function of one micro-batch the rows of the global batch; `group` makes the group of its data ranks."""
 
     def __init__(self, batch: Batch, layout: BatchLayout, group: GroupFactory | None, where: str) -> None:
         self._batch, self._layout, self._group, self._where = batch, layout, group, where
@@ -403,9 +394,6 @@ def check_divisible(call: LossCall, layout: BatchLayout, where: str, modes: Sequ
     or that other random numbers change, is refused, unless `weight=` says what it is the mean of.
 
     Args:
-        call: of the loss.
-        layout: of the global batch.
-        where: the rank, for errors.
         modes: contexts, the first of which is used in which the function does not raise; in each of them that is tried
             without gradients, then with them.
     """

@@ -40,7 +40,6 @@ def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterabl
 
     Args:
         modules: all batch norms; those in evaluation mode stay as they are, as do those of other pipeline stages.
-        feed: of this rank.
         groups: of ranks with other data, whose members call it too; together they reach all data ranks.
     """
     modules = [module for module in modules if module.running_mean is not None and not module.running_mean.is_meta]
@@ -67,11 +66,7 @@ def sample_rows(batch: Batch) -> int:
 
 
 class SyncedBatchNorms:
-    """The batch norms of a model that normalize by the whole batch in training.
-
-    Args:
-        model: whose batch norms are to do that, from now on.
-        where: the rank, for errors.
+    """Lets the batch norms of a model normalize by the whole batch in training.
 
     Attributes:
         on: whether other ranks run the same forward now; else each looks at its own share.

@@ -245,9 +245,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `building` is around the function that builds the model and what divides it; `divide` comes between the two. At the
     end of `building` all tensors that are left have their values.
-
-    Args:
-        held_bytes: of large tensors that may be in memory at a time.
     """
 
     def __init__(self, held_bytes: int = _HELD_BYTES) -> None:
@@ -274,7 +271,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let as little of the model be in memory as there can; what divides it follows.
 
         Args:
-            model: whole.
             loaded: names of tensors that get other values later, so that theirs are not needed.
 
         Returns:

@@ -169,10 +169,6 @@ def flat_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
     Outputs without names are `output_0`, `output_1` and so on, parts of an output `name_0` or `name_key`; a single one
     is `output`. None is left out.
-
-    Args:
-        value: what the model returned.
-        name: of the value, inside another one.
     """
     parts = _parts(value)
     if parts is None:

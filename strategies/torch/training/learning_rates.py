@@ -34,11 +34,6 @@ _SCHEDULED = frozenset({"lr", "momentum", "betas"})  # the settings that torch's
 class LearningRates:
     """Sets the learning rates of an optimizer's parameter groups.
 
-    Args:
-        spec: the job's functions.
-        optimizer: as the job's function made it.
-        where: the rank, for errors.
-
     Attributes:
         initial: each parameter group's settings before the first step.
 
@@ -164,13 +159,7 @@ class LearningRates:
     def _take_reductions(
         self, options: Sequence[Mapping[str, Any]], saved: SchedulerState | None, made_as: Mapping[str, Any]
     ) -> None:
-        """Apply to the job's own rates the reductions of a scheduler of the same class that follows the same metric.
-
-        Args:
-            options: of each group the settings that training had changed.
-            saved: state of that scheduler.
-            made_as: how it was made.
-        """
+        """Apply to the job's own rates the reductions of a scheduler of the same class that follows the same metric."""
         if any(made_as[key] != self._made_as[key] for key in ("class", "by")):
             return
         self.state = saved

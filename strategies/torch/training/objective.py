@@ -180,11 +180,7 @@ class JobFunctions:
     def turns(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout, names: Sequence[str]
     ) -> Iterator[tuple[str, Terms]]:
-        """Yield the name and the loss terms of each update of a step, which goes on after the update.
-
-        Args:
-            names: of the optimizers.
-        """
+        """Yield the name and the loss terms of each update of a step, which goes on after the update."""
         assert self.spec.step is not None, "several optimizers need step="
         if self.checking:  # the sum of the losses
             with self.precision():
@@ -310,8 +306,7 @@ class BackwardRoots:
     def backward_apart(self, find_unused: Callable[[], Sequence[nn.Parameter]]) -> None:
         """As `backward`, with the sums after the losses, to tell all ranks of parameters without a gradient.
 
-        Args:
-            find_unused: returns those for whose gradients DDP waits; they get zeros.
+        Those that `find_unused` returns, for whose gradients DDP waits, get zeros.
         """
         accumulate_gradients((self.values,), (self.slopes,))
         unused = find_unused()
@@ -596,7 +591,6 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
         what: names the function, such as `loss=`.
         result: what it returned: (samples,) or (samples, ...) values, or Terms.
         batch: the micro-batch, with (samples,) weights.
-        where: the rank, for errors.
 
     Raises:
         JobError: it is not a tensor, it was reduced, or its first dimension is not the batch.

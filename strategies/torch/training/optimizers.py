@@ -30,11 +30,7 @@ _WATCHED_STEPS = 3  # a rate that warms up may be 0 in the first one
 
 
 class NamedOptimizers(torch.optim.Optimizer):
-    """Several optimizers by name, with their parameter groups one after the other, and one state.
-
-    Args:
-        named: the optimizers.
-    """
+    """Several optimizers by name, with their parameter groups one after the other, and one state."""
 
     def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
         groups = [group for each in named.values() for group in each.param_groups]
@@ -122,9 +118,7 @@ class MovingParameters:
     first, so they are watched until a few steps have been applied.
 
     Args:
-        model: whose they are.
         rebuilt: names of those that no state holds, since `model()` makes them.
-        where: the rank, for errors.
 
     Attributes:
         found: those that were seen to change, by full name.
@@ -192,10 +186,6 @@ class StepUndo:
     """Sets parameters and their optimizer back after an error in a step.
 
     The copies of a step have the memory of those before: to allocate it anew costs several times as much.
-
-    Args:
-        optimizer: of the parameters.
-        parameters: that are trained.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -255,9 +245,6 @@ class WeightStash:
     know. What autograd has kept of a forward is then the parameter, whose memory must be that of the forward when its
     backward runs; views of it keep theirs. That no memory changes between the two is what `turn` is for: it copies into
     the one that no micro-batch uses any more.
-
-    Args:
-        parameters: those that are trained.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -293,13 +280,7 @@ class WeightStash:
 
 
 class AveragedWeights:
-    """Averages of the parts of parameters that this rank holds.
-
-    Args:
-        average: how it is made.
-        epoch_steps: steps of an epoch.
-        parameters: that are trained.
-    """
+    """Averages of the parts of trained parameters that this rank holds."""
 
     def __init__(self, average: WeightAverage, epoch_steps: int, parameters: Sequence[nn.Parameter]) -> None:
         self._average, self._epoch_steps = average, epoch_steps

@@ -63,9 +63,7 @@ class TorchReplica:
     Args:
         spec: the job's functions.
         plan: gives the precision, and how a batch is divided.
-        device: where the model lives.
         where: the rank, for errors.
-        part: the part of the model that this rank holds.
         place: divides the model and moves it to its device; returns the slice that it kept of each tensor, by all of
             its names. By default the model is moved to `device`. Until then little of the model is in memory at a time.
 
@@ -408,16 +406,7 @@ class LocalState:
 
 
 def _local_buffers(model: nn.Module, patterns: Sequence[str], where: str) -> frozenset[str]:
-    """Return the names of the buffers that a job declares as local.
-
-    Args:
-        model: the user's.
-        patterns: names, or patterns such as `*.hidden`.
-        where: the rank, for errors.
-
-    Raises:
-        JobError: a pattern names no buffer.
-    """
+    """Return the names of the buffers that a job declares as local; raise JobError where a pattern names none."""
     buffers = [name for name, _ in model.named_buffers()]
     parameters = {name for name, _ in model.named_parameters()}
     found: set[str] = set()

@@ -356,12 +356,7 @@ def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTota
 
 
 class GradientNoiseProbe:
-    """Measures the gradient noise of sampled steps, the same ones on all ranks.
-
-    Args:
-        objective: whose reduction the news travel in.
-        parameters: all that are trained.
-    """
+    """Measures the gradient noise of sampled steps, the same ones on all ranks."""
 
     def __init__(self, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
         self._objective, self._parameters = objective, parameters
