@@ -16,7 +16,7 @@ from trainwright.core.engine import MASK_SUFFIX, ModelSpec
 from trainwright.core.errors import JobError, MissingFramework
 from trainwright.strategies.torch.torch_compat import tree_unflatten
 from trainwright.strategies.torch.torch_errors import summarize_error
-from trainwright.strategies.torch.training.batch_tensors import collated_tensors
+from trainwright.strategies.torch.training.batch_tensors import to_tensors
 from trainwright.strategies.torch.training.evaluation import flat_outputs
 from trainwright.strategies.torch.training.objective import evaluation_mode
 
@@ -99,7 +99,7 @@ def _traced(model: nn.Module, path: str, spec: ModelSpec) -> torch.export.Export
     if not spec.inputs:
         raise JobError([f"{path!r}: inputs= is missing: name the columns given to the model, which its trace needs"])
     assert spec.sample is not None, "a job has data"
-    columns = collated_tensors(spec.collation, spec.sample(), spec.inputs, torch.device("cpu"))
+    columns = to_tensors(spec.collation(spec.sample()), spec.inputs, torch.device("cpu"))
     given = [torch.cat((columns[name], columns[name])) for name in spec.inputs]  # of a single row, 1 would be fixed
     rows, widths = torch.export.Dim("rows"), _any_width(spec)
     shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]

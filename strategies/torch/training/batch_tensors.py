@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trainwright.core.data import Batch
-from trainwright.core.engine import Collation, stack_column
+from trainwright.core.engine import stack_column
 from trainwright.core.errors import DataError, JobError, nearest
 
 Tensors = Mapping[str, torch.Tensor]
@@ -85,13 +85,6 @@ def _is_text(column: npt.NDArray[Any] | torch.Tensor) -> bool:
         return False
     objects = column.dtype == object
     return all(isinstance(row, str | bytes) for row in column) if objects else column.dtype.kind in "UST"
-
-
-def collated_tensors(
-    collation: Collation, batch: Batch, names: Iterable[str] | None, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Collate a micro-batch and return its columns as tensors; names and errors as in `to_tensors`."""
-    return to_tensors(collation(batch), names, device)
 
 
 def size_bytes(array: npt.NDArray[Any]) -> int:

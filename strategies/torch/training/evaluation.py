@@ -208,19 +208,15 @@ def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, An
 
 def _checked(outputs: Mapping[str, Any], batch: Batch, caller: JobFunctions) -> dict[str, npt.NDArray[Any]]:
     """Return all outputs as arrays. Raises JobError, with the usable ones, where one has no row for each sample."""
-    problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
+    problems = {}
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            problems[name] = f"the model's {name} is {type(value).__name__}"
+        elif value.dim() == 0 or value.shape[0] != batch.rows:
+            problems[name] = f"the model's {name} has shape {tuple(value.shape)} for a batch of {batch.rows}"
     if problems:
         good = tuple(name for name in outputs if name not in problems)
         others = f", or ask for others alone: columns={good}" if good else ""
         why = f"{next(iter(problems.values()))}: return tensors with a row for each sample{others}"
         raise JobError([why], where=caller.where)
     return {name: batches.to_numpy(value) for name, value in outputs.items()}
-
-
-def _misfit(name: str, value: Any, rows: int) -> str:
-    """Return why an output cannot be written row by row; empty where it can."""
-    if not isinstance(value, Tensor):
-        return f"the model's {name} is {type(value).__name__}"
-    if value.dim() == 0 or value.shape[0] != rows:
-        return f"the model's {name} has shape {tuple(value.shape)} for a batch of {rows}"
-    return ""

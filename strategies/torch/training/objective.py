@@ -109,15 +109,15 @@ class JobFunctions:
         if batch.on_device is not None and (found := batch.on_device.take()) is not None:
             return cast(batches.Tensors, found)
         wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
-        return batches.collated_tensors(self.spec.collation, batch, wanted, self.device)
+        return batches.to_tensors(self.spec.collation(batch), wanted, self.device)
 
     def inputs(self, batch: Batch) -> batches.Tensors:
         """Return the columns that the model takes."""
-        return batches.collated_tensors(self.spec.collation, batch, self.spec.inputs, self.device)
+        return batches.to_tensors(self.spec.collation(batch), self.spec.inputs, self.device)
 
     def wanted(self, batch: Batch) -> batches.Tensors:
         """Return the columns that loss and metrics take."""
-        return batches.collated_tensors(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
+        return batches.to_tensors(self.spec.collation(batch), dict.fromkeys(self.spec.targets), self.device)
 
     def called(self, model: nn.Module, given: Sequence[Tensor], **more: Any) -> Any:
         """Call the model with the input columns, which are given in their order, and with more keyword arguments."""
