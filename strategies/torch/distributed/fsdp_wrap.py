@@ -169,8 +169,11 @@ class GatherTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_storage: dict[int, Any] = {}
 
     @contextmanager
-    def watching(self, device: torch.device) -> Iterator[None]:
-        """Watch a forward, or several. No copies that autocast makes are kept until its end."""
+    def chosen(self, device: torch.device, groups: Sequence[ProcessGroup]) -> Iterator[None]:
+        """Watch a forward, or several; shard the parameters again, and choose their types from it.
+
+        They are alike on all ranks of the groups; every rank calls it. No copies that autocast makes are kept.
+        """
         with ExitStack() as stack:
             for module in fsdp_modules(self._model):
                 self._entered(module)  # a pipeline stage is gathered already
@@ -179,9 +182,7 @@ class GatherTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(torch.autocast(device.type, self._kind, cache_enabled=False))
             stack.enter_context(self)
             yield
-
-    def settle(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
-        """Choose the types, alike on all ranks of the groups; every rank calls it, with its parameters sharded."""
+        reshard_model(self._model)
         seen = torch.tensor([[one in self._cast, one in self._read] for one in self._each], dtype=torch.int32)
         seen = seen.to(device)
         for group in groups:
@@ -249,11 +250,8 @@ class StageShards:
     def choosing_types(self, replica: TorchReplica, groups: Sequence[ProcessGroup]) -> Iterator[None]:
         """Watch a forward under autocast; choose from it the types in which parameters are gathered from then on."""
         assert replica.autocast is not None, "the plan is in half precision"
-        types = GatherTypes(self._stage, replica.autocast)
-        with self.gathered(), types.watching(replica.device):
+        with self.gathered(), GatherTypes(self._stage, replica.autocast).chosen(replica.device, groups):
             yield
-        self.reshard()
-        types.settle(groups, replica.device)
 
     def reshard(self) -> None:
         """Keep only this rank's parts."""

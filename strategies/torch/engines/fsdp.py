@@ -209,10 +209,11 @@ class Sharded(ShardedModelEngine):
         assert self._job is not None and self._calls is not None, "build() comes first"
         replica, caller, root = self.replica, objective.caller, fsdp_modules(self.replica.model)[0]
         _, share = next(throwaway_micro_batches(feed))
-        compiled, types = replica.spec.compile == "inductor", GatherTypes(replica.model, kind)
+        compiled = replica.spec.compile == "inductor"
         root.set_reshard_after_forward(True)
         with (
-            replica.attempt(), random_state.preserve_generators(self._device), types.watching(self._device),
+            replica.attempt(), random_state.preserve_generators(self._device),
+            GatherTypes(replica.model, kind).chosen(self._device, self._placed.data_groups),
             torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
             torch.set_grad_enabled(replica.spec.step is not None),
         ):  # fmt: skip
@@ -222,9 +223,7 @@ class Sharded(ShardedModelEngine):
                 caller.loss(replica.model, columns, share.batch, share.layout)
             else:
                 caller.outputs(replica.model, columns)
-        reshard_model(replica.model)
         root.set_reshard_after_forward(self._job[1].zero == 3)
-        types.settle(self._placed.data_groups, self._device)
         self._calls.watch_again()
 
     @contextmanager
