@@ -57,20 +57,6 @@ def test_columns_that_are_no_numbers_are_refused(values: list[Any]) -> None:
         batches.to_tensor("x", np.array(values, dtype=dtype), torch.device("cpu"))
 
 
-def test_a_checkpoint_goes_on_bit_by_bit() -> None:
-    unbroken, stopped = one_device(), one_device()
-    for step in range(6):
-        unbroken.train_step(feed(step=step))
-    for step in range(3):
-        stopped.train_step(feed(step=step))
-    resumed = one_device(spec(seed=99))
-    assert resumed.load(saved(stopped)).step == 3
-    resumed.replica.spec = spec()
-    for step in range(3, 6):
-        resumed.train_step(feed(step=step))
-    assert saved(resumed).files == saved(unbroken).files
-
-
 def test_parameters_that_are_not_finite_are_never_written() -> None:
     engine, files = one_device(), Files()
     engine.train_step(feed())
