@@ -157,7 +157,6 @@ def _start_problem(what: str) -> str:
 
 
 def _mismatch_remedy(kind: str, name: str) -> str:
-    """Return what to do about a difference."""
     if kind == _BUFFER:
         return (
             "a checkpoint holds that of rank 0 alone, and a worker that is replaced gets another rank's. Where each "

@@ -57,7 +57,6 @@ class ProcessGroupEngine(TorchEngine):
         return self._membership.interrupt()
 
     def _all_names(self, own: Collection[str]) -> tuple[str, ...]:
-        """Return the names of all ranks, in one order; every rank calls it."""
         named = all_gather_json(sorted(own), self._device)
         return super()._all_names({name for names in named for name in names})
 

@@ -181,7 +181,6 @@ class Sharded(ShardedModelEngine):
         return slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         self._check_start()

@@ -131,7 +131,6 @@ class Pipeline(ShardedModelEngine):
         return slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         self._check_start()

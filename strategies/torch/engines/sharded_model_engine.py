@@ -209,7 +209,6 @@ class ShardedModelEngine(ProcessGroupEngine):
             self._drop_model()
 
     def _drop_model(self) -> None:
-        """Drop the model."""
         self._replica = self._runner = None
 
     def _rejoin(self, spec: ModelSpec, plan: Plan) -> None:

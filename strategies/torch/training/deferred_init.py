@@ -408,7 +408,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _add(self, tensor: Tensor, operation: _Operation | None, place: int, func: Any) -> None:
-        """Note a new tensor."""
         if operation is None:
             storage = tensor.untyped_storage()
             self._large.whole.append((weakref.ref(storage), storage.nbytes(), str(func)))
