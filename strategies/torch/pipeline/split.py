@@ -279,12 +279,11 @@ class _SectionListener(CallListener):
 
     def _stand_in(self, number: int) -> Any:
         """Return the outputs of a call before the section, without data."""
-        result = self._route.results[number]
-        for key in result.leaves:
+        leaves, spec = self._route.results[number]
+        for key in leaves:
             if isinstance(key, ValueKey) and key not in self._passed:
                 self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
-        leaves = [self._passed[leaf] if isinstance(leaf, ValueKey) else leaf for leaf in result.leaves]
-        return tree_unflatten(leaves, result.spec)
+        return tree_unflatten([self._passed[leaf] if isinstance(leaf, ValueKey) else leaf for leaf in leaves], spec)
 
     def _real(self, given: Any) -> Any:
         if not self._stands_for:

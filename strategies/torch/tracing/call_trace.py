@@ -57,20 +57,13 @@ class _ModuleCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CallResult:
-    """The result of a call: tensors by their keys, other values as they are."""
-
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ForwardRoute:
     """The route of one forward with a certain number of rows."""
 
     calls: tuple[_ModuleCall, ...]  # in order
     between_calls: tuple[Any, ...]  # the functions of torch that are called between them, in order
-    results: Mapping[int, _CallResult]  # of each whole call, by its number
+    # of each whole call, by its number: tensors by their keys, other values as they are
+    results: Mapping[int, tuple[tuple[Any, ...], TreeSpec]]
     values: Mapping[ValueKey, Tensor]  # each value as it was made, on the meta device
     same: Mapping[ValueKey, ValueKey]  # what a call or function gave that was a value already
     # for each section the values that it or later ones need and earlier ones made, in the order of making
@@ -271,7 +264,7 @@ class _ValueRecorder(CallListener):
         self._model, self._calls, self._where = model, tuple(calls), where
         self._number, self._section = 0, 0
         self._glue: list[Any] = []
-        self._results: dict[int, _CallResult] = {}
+        self._results: dict[int, tuple[tuple[Any, ...], TreeSpec]] = {}
         self._values: dict[ValueKey, Tensor] = {}  # kept alive, so that no other takes an id
         self._keys: dict[int, ValueKey] = {}
         self._same: dict[ValueKey, ValueKey] = {}
@@ -309,7 +302,7 @@ class _ValueRecorder(CallListener):
         output = self.whole(forward, args, kwargs)
         leaves, spec = tree_flatten(output)
         known = tuple(self._make(leaf, ValueKey("call", number, place)) for place, leaf in enumerate(leaves))
-        self._results[number] = _CallResult(spec=spec, leaves=known)
+        self._results[number] = known, spec
         return output
 
     def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
