@@ -51,7 +51,11 @@ def export(model: nn.Module, path: str, spec: ModelSpec) -> None:
         DataError, UserCodeError: the sample cannot be read.
     """
     if path.endswith("/"):
-        _save_pretrained(model, path)
+        save = getattr(model, "save_pretrained", None)
+        if save is None:
+            what = f"a folder is written by the model's own save_pretrained(), and {type(model).__name__} has none"
+            raise JobError([f"{path!r}: {what}: export to {_FORMATS.rpartition(',')[0]}"])
+        save(path)
     elif path.endswith(".safetensors"):
         import safetensors.torch  # nothing else in the engines needs it
 
@@ -64,18 +68,6 @@ def export(model: nn.Module, path: str, spec: ModelSpec) -> None:
         _write_onnx(model, path, spec)
     else:
         raise JobError([f"{path!r}: a torch model is exported to {_FORMATS}"])
-
-
-def _save_pretrained(model: nn.Module, path: str) -> None:
-    save = getattr(model, "save_pretrained", None)
-    if save is None:
-        raise JobError(
-            [
-                f"{path!r}: a folder is written by the model's own save_pretrained(), and {type(model).__name__} has "
-                f"none: export to {_FORMATS.rpartition(',')[0]}"
-            ]
-        )
-    save(path)
 
 
 @contextmanager

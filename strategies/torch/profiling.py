@@ -286,7 +286,8 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
     torch.set_num_threads(1)  # of a core
     try:
         rates = {name: _products(_SIDES[device], _TYPES[name], device) for name in (_CPU_TYPES if on_cpu else _TYPES)}
-        copied = 2 * 4 * _NUMBERS[device] / _call_s(_copy(_NUMBERS[device], device), device)
+        source, target = (torch.ones(_NUMBERS[device], device=device) for _ in range(2))
+        copied = 2 * source.nbytes / _call_s(lambda: target.copy_(source), device)
     finally:
         torch.set_num_threads(threads)
     return Accelerator(
@@ -306,11 +307,6 @@ def _products(side: int, kind: torch.dtype, device: str) -> float:
     """Return operations a second of square matrix products, of random numbers: a GPU is faster at equal ones."""
     left, right = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
     return 2.0 * side**3 / _call_s(lambda: torch.mm(left, right), device)
-
-
-def _copy(numbers: int, device: str) -> Callable[[], object]:
-    source, target = (torch.ones(numbers, device=device) for _ in range(2))
-    return lambda: target.copy_(source)
 
 
 def _call_s(work: Callable[[], object], device: str) -> float:

@@ -42,12 +42,16 @@ def match_names(model: nn.Module, weights: WeightSource, where: str) -> dict[str
         JobError: names or shapes do not fit; names each tensor and file.
         UserCodeError: `rename` raised.
     """
-    options, held = weights.options, _saved_tensors(model)
+    options, saved = weights.options, model.state_dict().keys()
+    held = {name: value for name, value in _all_tensors(model) if name in saved}
+    tied: dict[int, list[str]] = {}
+    for name, value in held.items():
+        tied.setdefault(id(value), []).append(name)
     found: dict[str, StoredTensor] = {}
     problems: list[str] = []
     missing: list[str] = []
     used: set[str] = set()
-    for names in _tied(held):
+    for names in tied.values():
         with TorchUserCode("rename() of initial_weights=", where):
             stored = {options.stored_name(name): name for name in names}
         present = [name for name in stored if name in weights.tensors]
@@ -145,20 +149,6 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters and buffers, by each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the model's state dict by each of their full names."""
-    saved = model.state_dict().keys()
-    return {name: value for name, value in _all_tensors(model) if name in saved}
-
-
-def _tied(held: Mapping[str, Tensor]) -> Iterable[list[str]]:
-    """Return the names of each tensor."""
-    names: dict[int, list[str]] = {}
-    for name, value in held.items():
-        names.setdefault(id(value), []).append(name)
-    return names.values()
 
 
 def _form_problems(name: str, value: Tensor, stored: str, one: StoredTensor, weights: WeightSource) -> Iterator[str]:

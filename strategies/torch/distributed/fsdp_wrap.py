@@ -232,13 +232,14 @@ class StageShards:
         self._root = states[0]
         self._root.initialize_root()
         self._groups: list[Any] = [group for state in states for group in state.groups]
+        self._each = [one for group in self._groups for one in group.fsdp_params]  # FSDP2's own records of parameters
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather the parameters and drop earlier gradients; after an error the parameters are sharded again."""
         for module in fsdp_modules(self._stage):
             module.unshard()
-        for one in self._each():
+        for one in self._each:
             forget_gradient(one)
         try:
             yield
@@ -259,12 +260,12 @@ class StageShards:
 
     def accumulate(self) -> None:
         """Add the gradients of a backward to those before it, in the type in which they are reduced."""
-        for one in self._each():
+        for one in self._each:
             accumulate_wide(one)
 
     def reduce(self, replica: TorchReplica, groups: Sequence[ProcessGroup]) -> None:
         """Give each parameter this rank's part of the mean gradient over some groups; none where no rank has one."""
-        named = [(one, one.sharded_param) for one in self._each() if one.sharded_param in replica.names]
+        named = [(one, one.sharded_param) for one in self._each if one.sharded_param in replica.names]
         flags = [has_gradient(one) for one, _ in named]
         used = torch.tensor(flags, dtype=torch.float32, device=replica.device)
         for each in groups:
@@ -275,8 +276,3 @@ class StageShards:
         for (_, parameter), count in zip(named, used.tolist(), strict=True):
             if not count:
                 parameter.grad = None
-
-    def _each(self) -> Iterator[Any]:
-        """Yield FSDP2's own record of each parameter."""
-        for module in fsdp_modules(self._stage):
-            yield from _parameters_of(module)
