@@ -86,7 +86,9 @@ def profile_model(
         trace = _first_traced(model, tensors, call)
     if isinstance(trace, str):
         _log.info("estimating operations from parameters, since tracing raised %s", trace)
-        return replace(known, layers=_parameter_costs(model, held, _tokens(tensors)), untraced=trace)
+        named = [value for value in tensors.values() if len(value) and not value.is_floating_point()]
+        tokens = max((value[0].numel() for value in named), default=1)  # integers: each meets all parameters once
+        return replace(known, layers=_parameter_costs(model, held, tokens), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     known, split = replace(known, heads=trace.heads, tokens=trace.tokens), TensorParallelPlan()
     if trace.division.blocks(trace.heads):
@@ -163,12 +165,6 @@ def _first_traced(
         except Exception as error:
             stopped.append(summarize_error(error, limit=_REASON))
     return stopped[0]
-
-
-def _tokens(tensors: batches.Tensors) -> int:
-    """Return the number of tokens of a sample: integers, each of which meets all parameters once."""
-    named = [value for value in tensors.values() if len(value) and not value.is_floating_point()]
-    return max((value[0].numel() for value in named), default=1)
 
 
 def _planned_split(

@@ -51,7 +51,7 @@ def check_replicas(
     if _UNCHECKED in replica.spec.inexact:
         return
     compared = _compared_entries(replica)
-    sums = all_gather_ints([_total(entries) for entries in compared], device)
+    sums = all_gather_ints([fold_seed(*chain.from_iterable(_folded(each).values())) for each in compared], device)
     alike: list[list[list[int]]] = []  # for each kind of entries, the ranks that must agree
     for which in range(len(compared)):
         ranks_of: dict[Hashable, list[int]] = {}
@@ -101,10 +101,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return isinstance(value, bool | int | float | str | None)
-
-
-def _total(entries: _Entries) -> int:
-    return fold_seed(*chain.from_iterable(_folded(entries).values()))
 
 
 def _folded(entries: _Entries) -> dict[_Key, tuple[int, int]]:

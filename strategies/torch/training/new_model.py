@@ -71,7 +71,9 @@ def new_model(spec: ModelSpec, plan: Plan, where: str) -> tuple[Any, StoredByNam
         ensure_training_mode(model, where)
     stored = _stored_weights(model, spec, where)
     _check_model(model, spec, plan, where)
-    _widen(model, plan)
+    for parameter in model.parameters() if plan.precision in AUTOCAST_DTYPES else ():
+        if parameter.requires_grad and parameter.dtype in AUTOCAST_DTYPES.values():
+            parameter.data = parameter.data.float()  # of 16 bits, in which small updates would be lost
     return model, stored
 
 
@@ -164,13 +166,6 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     problems += _batch_norm_problems(model, spec, plan)
     if problems:
         raise JobError(problems, where=where)
-
-
-def _widen(model: nn.Module, plan: Plan) -> None:
-    """Under autocast, keep trained parameters of 16 bits in single precision: small updates would be lost."""
-    for parameter in model.parameters() if plan.precision in AUTOCAST_DTYPES else ():
-        if parameter.requires_grad and parameter.dtype in AUTOCAST_DTYPES.values():
-            parameter.data = parameter.data.float()
 
 
 def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:

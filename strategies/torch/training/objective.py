@@ -266,7 +266,10 @@ class JobFunctions:
             if unchecked and result.count is None:
                 raise JobError([mean_message(what, f"it could not be compared: {unchecked}", layout)], where=self.where)
             result = result.of_rows(batch.rows)
-        _check_broadcast(what, given, targets, result, self.where)
+        compared = (given, targets, result.values if isinstance(result, Terms) else result)
+        comparable = all(isinstance(each, Tensor) for each in compared)
+        if comparable and (problem := loss_broadcast_problem(what, *(each.shape for each in compared))):
+            raise JobError([problem], where=self.where)
         return _loss_terms(what, rows.own(result), batch, self.where)
 
     def _logging(self, rows: BatchRows, batch: Batch) -> AbstractContextManager[Any]:
@@ -442,7 +445,9 @@ class Objective(nn.Module):
         self.logged = _LoggedValues(caller.where)
         self.caller = replace(caller, record=self.logged.add)
         self.world = world
-        kind = _carried_type(model)
+        # In float64 where parameters in float64 are trained, so that the sums share their buckets.
+        trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        kind = torch.float64 if torch.float64 in trained else torch.float32
         self.carry = nn.Parameter(torch.zeros(7, dtype=kind, device=caller.device))
         self.scale = 1.0
         self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
@@ -533,12 +538,6 @@ class Objective(nn.Module):
         return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
 
-def _carried_type(model: nn.Module) -> torch.dtype:
-    """Return float64 where parameters in float64 are trained, else float32, so that sums share their buckets."""
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    return torch.float64 if torch.float64 in trained else torch.float32
-
-
 _YIELD = 'write `yield "generator", losses` for each update, with the name of the optimizer'
 
 
@@ -624,15 +623,6 @@ def _logged_terms(what: str, value: Any, batch: Batch, where: str) -> Terms:
         shape = f"shape {tuple(values.shape)} for {batch.rows} rows"
         raise JobError([f"{what} was given {shape}: give one number, or a value for each sample"], where=where)
     return _loss_terms(what, values if weights is None else Terms(values, weights), batch, where)
-
-
-def _check_broadcast(what: str, outputs: Any, targets: Any, result: Any, where: str) -> None:
-    """Raise JobError where outputs and targets were broadcast to all pairs of samples."""
-    given = (outputs, targets, result.values if isinstance(result, Terms) else result)
-    if all(isinstance(each, Tensor) for each in given):
-        problem = loss_broadcast_problem(what, *(each.shape for each in given))
-        if problem:
-            raise JobError([problem], where=where)
 
 
 def _values_problem(what: str, values: Any, rows: int) -> str:
