@@ -9,7 +9,7 @@ with it, so that no error stays silent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -90,7 +90,8 @@ class SplitModel:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
         _keep_sections(model, users, frozenset(own))
-        self._counters = [(module, key) for name, module, key in _buffer_places(model) if name in counting]
+        places = [(path, module, key) for path, module in model.named_modules() for key in module._buffers]
+        self._counters = [(owner, key) for path, owner, key in places if f"{path}.{key}".lstrip(".") in counting]
         before = _integer_attributes(model, entries)
         if prepare is not None:
             prepare(model, users)
@@ -316,12 +317,6 @@ class _SectionListener(CallListener):
                 self._passed[key] = tensor
         elif key in self._wanted:
             self.kept[key] = tensor
-
-
-def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Return each buffer's name, and where it is held."""
-    for path, module in model.named_modules():
-        yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
 
 
 def _integer_attributes(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:

@@ -9,7 +9,7 @@ on time: draining the pipeline, or dropping and repeating forwards, changes no b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -408,19 +408,15 @@ class LocalState:
 def _local_buffers(model: nn.Module, patterns: Sequence[str], where: str) -> frozenset[str]:
     """Return the names of the buffers that a job declares as local; raise JobError where a pattern names none."""
     buffers = [name for name, _ in model.named_buffers()]
-    parameters = {name for name, _ in model.named_parameters()}
     found: set[str] = set()
     for pattern in patterns:
         chosen = {name for name in buffers if fnmatchcase(name, pattern)}
         if not chosen:
-            raise JobError([f"local_state= names {pattern!r}, {_why_not(pattern, buffers, parameters)}"], where=where)
+            why = f"which is not a buffer of the model: {nearest(pattern, buffers)}"
+            if any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
+                why = "a parameter, which is the same on all ranks: only buffers can be local"
+            elif not buffers:
+                why = "and the model has no buffer"
+            raise JobError([f"local_state= names {pattern!r}, {why}"], where=where)
         found |= chosen
     return frozenset(found)
-
-
-def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) -> str:
-    if any(fnmatchcase(name, pattern) for name in parameters):
-        return "a parameter, which is the same on all ranks: only buffers can be local"
-    return (
-        f"which is not a buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
-    )

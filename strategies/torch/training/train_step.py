@@ -428,8 +428,14 @@ _UNEQUAL = (
 
 def _train_by_turns(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
     """Run one step of this rank with several updates, or several evaluations of the loss; raises as `train`."""
+    kept = replica.rates.state
+
+    def restore() -> None:
+        replica.rates.state = kept
+        replica.sound = True
+
     replica.laps.begin(feed.step)
-    with replica.attempt() as attempt, _undone(replica):
+    with replica.attempt() as attempt, replica.undo.after_errors(restore):
         replica.sound = False
         rate = replica.rates.begin(feed.step, feed.metrics, runner.where)
         if isinstance(replica.optimizer, NamedOptimizers):
@@ -465,17 +471,6 @@ def rehearse(runner: StepRunner, share: MicroBatchShare) -> None:
         return
     for _ in _turns(runner, share, tuple(optimizers)):
         pass
-
-
-def _undone(replica: TorchReplica) -> AbstractContextManager[None]:
-    """Return the context that sets a replica back after an error."""
-    kept = replica.rates.state
-
-    def restore() -> None:
-        replica.rates.state = kept
-        replica.sound = True
-
-    return replica.undo.after_errors(restore)
 
 
 def _updates_in_turn(
