@@ -41,8 +41,6 @@ def export(model: nn.Module, path: str, spec: ModelSpec) -> None:
     as in evaluation, in the model's own types.
 
     Args:
-        model: it has the trained weights.
-        path: of the file or folder.
         spec: has the inputs; its `sample` is read for `.pt2` and `.onnx` only.
 
     Raises:

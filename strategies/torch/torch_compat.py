@@ -136,7 +136,6 @@ def reduce_alike(module: Any, sent: torch.dtype | None) -> None:
     without a gradient, which other ranks may have used.
 
     Args:
-        module: divided by `fully_shard`.
         sent: the type in which gradients are sent; None for the one in which they are added up.
     """
     for group in FsdpState(module).groups:
@@ -200,11 +199,7 @@ def forget_gradient(parameter: Any) -> None:
 
 
 class FsdpState:
-    """The private state that FSDP2 keeps with a module.
-
-    Args:
-        module: divided by `fully_shard`.
-    """
+    """The private state that FSDP2 keeps with a module."""
 
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()

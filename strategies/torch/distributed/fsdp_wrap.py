@@ -53,7 +53,6 @@ def fully_shard_model(
         model: on the CPU, the same on every rank; afterwards where the mesh is.
         mesh: of one dimension, or of replicas and shards.
         zero: 3 gathers a block's parameters for forward and again for backward, 1 and 2 keep them in between.
-        where: the rank, for errors.
         wire: `bf16` sends gradients in half precision.
         offload: parts, gradients and the optimizer's state stay in the memory of the host.
 
@@ -156,7 +155,6 @@ class GatherTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The others stay as they are: a norm, an embedding, a product in a part of the forward without autocast, or float64.
 
     Args:
-        model: divided by `fully_shard_model`.
         kind: the type that autocast casts to.
     """
 

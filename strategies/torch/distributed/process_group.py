@@ -385,7 +385,6 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup | None, *, me
     Args:
         own: for the part; contiguous.
         whole: the parts of all ranks in their order, each as large as `own`; contiguous.
-        group: None for the default group.
     """
     if not is_gloo(group):
         kind = ReduceOp.AVG if mean else ReduceOp.SUM

@@ -114,7 +114,6 @@ class SplitModel:
 
         Args:
             given: as `taken` says; nothing for section 0.
-            rows: of the batch.
             inputs: of section 0.
 
         Returns:

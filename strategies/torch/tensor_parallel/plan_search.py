@@ -55,9 +55,7 @@ def plan_layers(
     Args:
         model: whole, in host memory; it is not changed.
         columns: of a sample, in host memory: the model's inputs, or all of them for a step.
-        call: calls a model with them.
         degree: ranks that divide it; None for as few as share the heads of its attention.
-        where: the rank, for errors.
         rows: the fewest that the model takes; without it those that its norms take of a sample of one row.
         named: roles of modules by name or pattern, as the job gives them.
         sequence: the ranks hold parts of the tokens between divided layers.
@@ -544,9 +542,7 @@ def sequence_parallel_problem(
 ) -> str:
     """Return why tokens cannot be divided between the divided layers; empty where they can.
 
-    Args:
-        run: calls a model without data, with `rows` of them.
-        degree: ranks that divide it.
+    `run` calls a model without data, with `rows` of them.
     """
     for rows in (1, 2):  # one row hides views
         meta_model, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)

@@ -474,7 +474,6 @@ def _mean_problem(whole: BatchMean, call: LossCall, parts: Sequence[Tensor], *, 
     Args:
         parts: all rows in another order, or each half of them; the second half of one row is empty.
         drew: it draws random numbers.
-        rounding: from `_rounding`.
     """
     told, rows = whole.count is not None, call.rows
     tensors = tensor_leaves(call.given)
@@ -521,11 +520,6 @@ def _gradient_problem(call: LossCall, parts: Sequence[Tensor], shares: Sequence[
 
     Halves of the same value do not tell what a mean is over: at the start, each token may have the same loss. Of the
     difference, the part along that of the two gradients comes from other shares, and little of it from rounding.
-
-    Args:
-        parts: each half of the rows.
-        shares: of each half in the mean.
-        rounding: from `_rounding`.
     """
     compared, wanted = call.differentiable()
     if not wanted:

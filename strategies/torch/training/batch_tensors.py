@@ -33,7 +33,6 @@ def to_tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.
     """Return a column as a tensor on `device`; on the CPU it shares the memory of a writable array.
 
     Args:
-        name: the column's name, for the error.
         values: (rows, ...); objects that are arrays of one shape are stacked; a tensor is only moved.
         device: where the tensor is wanted. A copy to a GPU goes through pinned memory and is not waited for: torch
             keeps the pinned memory until its stream has read it.

@@ -424,8 +424,6 @@ class Objective(nn.Module):
     """Model, loss and `carry` as one module, so that DDP sees every use of every parameter.
 
     Args:
-        model: the user's.
-        caller: how the job's functions are called.
         world: ranks over which the gradients are averaged.
 
     Attributes:

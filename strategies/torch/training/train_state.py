@@ -61,9 +61,7 @@ class TorchReplica:
     """Model and optimizer of one rank, made by the job's functions.
 
     Args:
-        spec: the job's functions.
         plan: gives the precision, and how a batch is divided.
-        where: the rank, for errors.
         place: divides the model and moves it to its device; returns the slice that it kept of each tensor, by all of
             its names. By default the model is moved to `device`. Until then little of the model is in memory at a time.
 
