@@ -154,5 +154,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.setrecursionlimit(10_000)
     sys.exit(main(sys.argv[1:]))

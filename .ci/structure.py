@@ -11,8 +11,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from statistics import median, quantiles
 
 FOLDERS = {
     "app": "trainwright",
@@ -31,7 +31,6 @@ class Module:
         lines: of the file.
         public: names that it defines and that do not begin with an underscore.
         classes: names of its classes, and how many annotated fields and methods each has.
-        functions: lines of each function.
         uses: (module or package, name) of each import; an empty name for the module itself.
     """
 
@@ -39,7 +38,6 @@ class Module:
     lines: int
     public: set[str] = field(default_factory=set)
     classes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    functions: list[int] = field(default_factory=list)
     uses: set[tuple[str, str]] = field(default_factory=set)
 
 
@@ -65,8 +63,6 @@ def read(path: Path, text: str) -> Module:
                 fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
                 methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
                 module.classes[node.name] = (fields, methods)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                module.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
             case ast.ImportFrom(module=str(source)) if source.partition(".")[0] == "trainwright":
                 module.uses |= {(source, alias.name) for alias in node.names}
             case ast.Import():
@@ -104,41 +100,13 @@ def edges(found: dict[str, Module]) -> dict[str, set[str]]:
     return graph
 
 
-def components(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components, those that are imported first (Tarjan, 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in sorted(graph[name]):
-            if target not in index:
-                visit(target)
-                low[name] = min(low[name], low[target])
-            elif target in stack:
-                low[name] = min(low[name], index[target])
-        if low[name] == index[name]:
-            found.append([])
-            while found[-1][-1:] != [name]:
-                found[-1].append(stack.pop())
-
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return found
-
-
-def longest_chain(graph: dict[str, set[str]], parts: list[list[str]]) -> int:
-    """Modules in the longest chain of imports; those of a cycle count once."""
-    home = {name: number for number, part in enumerate(parts) for name in part}
-    depth: list[int] = []
-    for number, part in enumerate(parts):
-        below = {home[target] for name in part for target in graph[name]} - {number}
-        depth.append(1 + max((depth[other] for other in below), default=0))
-    return max(depth)
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of an import cycle; none where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def importers(found: dict[str, Module]) -> Counter[tuple[str, str]]:
@@ -154,33 +122,22 @@ def importers(found: dict[str, Module]) -> Counter[tuple[str, str]]:
 def figures(found: dict[str, Module], folders: int) -> Iterator[tuple[str, object]]:
     """Rows of the table."""
     graph, lines = edges(found), sum(module.lines for module in found.values())
-    parts = components(graph)
     count = sum(map(len, graph.values()))
-    uses = importers(found)
     classes = Counter(name for module in found.values() for name in module.classes)
-    sized = [(facts, name) for module in found.values() for name, facts in module.classes.items()]
+    sized = [(fields, name) for module in found.values() for name, (fields, _) in module.classes.items()]
     yield "modules", len(found)
     yield "packages", folders
     yield "lines", lines
     yield "import edges", count
     yield "import edges for each 1,000 lines", round(1000 * count / lines, 1)
-    yield "cycles, lazy imports included", sum(len(part) > 1 for part in parts)
-    yield "longest chain of imports", longest_chain(graph, parts)
-    yield "public names", sum(len(module.public) for module in found.values())
-    yield "public names with one importer", sum(number == 1 for number in uses.values())
+    yield "import cycle, lazy imports included", " -> ".join(cycle(graph)) or "none"
+    yield "public names with one importer", sum(number == 1 for number in importers(found).values())
     yield "class names defined twice", sum(number > 1 for number in classes.values())
-    yield "most fields of a class", "{0[0][0]} ({0[1]})".format(max(sized, key=lambda item: item[0][0]))
-    yield "most methods of a class", "{0[0][1]} ({0[1]})".format(max(sized, key=lambda item: item[0][1]))
-    for what, sizes in (
-        ("module", [module.lines for module in found.values()]),
-        ("function", [size for module in found.values() for size in module.functions]),
-    ):
-        yield f"lines of a {what}, median and 90th percentile", f"{median(sizes):g}, {quantiles(sizes, n=10)[-1]:g}"
+    yield "most fields of a class", "{} ({})".format(*max(sized))
 
 
 def main(root: Path) -> int:
     """Print the table."""
-    sys.setrecursionlimit(10_000)
     folders = sum(1 for folder in FOLDERS for _ in (root / folder).rglob("__init__.py"))
     for name, value in figures(modules(root), folders):
         print(f"{name:55} {value}")
