@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from trainwright.strategies.cost_model.pipeline_schedules import Operation, required_operation, stage_operations
+
 STYLE = """
 text { font: 13px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif; fill: #1b2430 }
 .quiet { fill: #566170; font-size: 12px }
@@ -106,14 +108,13 @@ def tensor_parallel() -> Iterator[str]:
 
 def pipeline() -> Iterator[str]:
     """1F1B with four stages and four micro-batches, forwards and backwards of equal length."""
-    stages, micro_batches, width = 4, 4, 38
+    unit = 38 * 0.68  # width of a forward
     yield text(20, 18, "time, in units of a forward; a backward takes two", kind="quiet")
-    for stage in range(stages):
-        y = 30 + stage * 32
-        yield text(20, y + 18, f"stage {stage}")
-        for number, (start, length, forward) in schedule(stage, stages, micro_batches).items():
-            label = str(number % micro_batches + 1)
-            yield box(76 + start * width * 0.68, y, length * width * 0.68 - 2, 26, "own" if forward else "back", label)
+    for stage in range(4):
+        yield text(20, 48 + stage * 32, f"stage {stage}")
+    for stage, start, length, operation in schedule(stages=4, micro_batches=4):
+        kind, label = "own" if operation.kind == "forward" else "back", str(operation.micro_batch + 1)
+        yield box(76 + start * unit, 30 + stage * 32, length * unit - 2, 26, kind, label)
     yield text(76, 178, "blue: forward of a micro-batch; green: its backward; empty: the bubble", kind="quiet")
 
 
@@ -133,38 +134,23 @@ def combinations() -> Iterator[str]:
         yield text(x + 10, 110, "gradients, summed", kind="quiet")
 
 
-def schedule(stage: int, stages: int, count: int) -> dict[int, tuple[int, int, bool]]:
-    """Return start, length and direction of each forward (its number) and backward (count more) of a stage."""
-    done: dict[tuple[int, int], int] = {}  # end of an operation, by stage and number
-    orders = [order(each, stages, count) for each in range(stages)]
-    positions, free = [0] * stages, [0] * stages
-    found: dict[int, tuple[int, int, bool]] = {}
-    while any(position < len(each) for position, each in zip(positions, orders, strict=True)):
-        for at in range(stages):
-            if positions[at] == len(orders[at]):
-                continue
-            number = orders[at][positions[at]]
-            forward = number < count
-            needed = (at - 1, number) if forward else (at + 1, number) if at + 1 < stages else (at, number - count)
-            if needed[0] >= 0 and needed not in done:
-                continue
-            start = max(free[at], done.get(needed, 0))
-            free[at] = done[at, number] = start + (1 if forward else 2)
-            positions[at] += 1
-            if at == stage:
-                found[number] = (start, 1 if forward else 2, forward)
-    return found
-
-
-def order(stage: int, stages: int, count: int) -> list[int]:
-    """Return the operations of a stage under 1F1B: forwards from 0, backwards from `count`."""
-    ahead = min(stages - stage, count)
-    numbers = list(range(ahead))
-    for backward in range(count):
-        numbers.append(count + backward)
-        if ahead + backward < count:
-            numbers.append(ahead + backward)
-    return numbers
+def schedule(stages: int, micro_batches: int) -> Iterator[tuple[int, int, int, Operation]]:
+    """Yield the operations of 1F1B with their stage, start and length: a forward takes 1, a backward 2."""
+    ends: dict[tuple[int, Operation], int] = {}
+    left = {
+        stage: stage_operations("1f1b", stage=stage, stages=stages, micro_batches=micro_batches)
+        for stage in range(stages)
+    }
+    free = [0] * stages
+    while any(left.values()):
+        for stage, operations in left.items():
+            needed = operations and required_operation(operations[0], schedule="1f1b", stage=stage, stages=stages)
+            if operations and (not needed or needed in ends):
+                operation = operations.pop(0)
+                start = max(free[stage], ends[needed] if needed else 0)
+                length = 1 if operation.kind == "forward" else 2
+                free[stage] = ends[stage, operation] = start + length
+                yield stage, start, length, operation
 
 
 def parameter_server() -> Iterator[str]:
