@@ -6,13 +6,15 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 from fashion_table import Splits, fashion_mnist, write_splits
 from figures import Figure, compare, deviation, shortfall
-from local_servers import RunMeasurement, RunSettings, ServerProcesses
+from local_servers import RunMeasurement, RunServers, RunSettings, server_processes
+from processes import Rounds, run_interleaved
 from stale_gradients import measure_accuracy
 
 from trainwright.core.data import Columns
@@ -71,30 +73,29 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     splits = write_splits(folder / "data", 512, 256) if smoke else fashion_mnist(DATA)
     data = _data(splits)
     seeds, pairs, slow_steps = (1, 1, 4) if smoke else (SEEDS, PAIRS, SLOW_STEPS)
     rated = {name: replace(way, steps=SMOKE_STEPS) if smoke else way for name, way in _rated().items()}
     if missing := sorted(WAYS.keys() - rated.keys()):
         raise SystemExit(f"no rate was chosen for {', '.join(missing)}: run python {__file__} first")
-    with ServerProcesses(*data, count=1 + WORKERS) as pool:
-        found = _accuracies(pool, rated, seeds)
+    with server_processes(*data, count=1 + WORKERS) as run:
+        found = _accuracies(run, rated, seeds)
         figures = [_accuracy(name, found[name], found["sync"]) for name in rated if name != "sync"]
         for name, delay in DELAYS.items():
             peers = [measure_accuracy(*data, way, delay) for way in _seeded(rated[name], seeds)]
             figures.append(_plain(name, found[name], peers))
-        return [*figures, *_throughputs(pool, rated, pairs, slow_steps)]
+        return [*figures, *_throughputs(run, rated, pairs, slow_steps)]
 
 
 def tune(names: Sequence[str]) -> None:
     """Try all rates for these ways on images and a seed that are not measured, and keep what they come to."""
     fit, held_out = _parted(_data(fashion_mnist(DATA))[0])
     steps = EPOCHS * (IMAGES - HELD_OUT) // (SHARE * WORKERS)
-    with ServerProcesses(fit, held_out, count=1 + WORKERS) as pool:
+    with server_processes(fit, held_out, count=1 + WORKERS) as run:
         for name in names:
-            ended = {rate: pool.run(replace(WAYS[name], steps=steps, seed=TUNED_SEED, rate=rate)) for rate in RATES}
-            found = _tried() | {name: {f"{rate:g}": round(run.accuracy, 4) for rate, run in ended.items()}}
+            ended = {rate: run(replace(WAYS[name], steps=steps, seed=TUNED_SEED, rate=rate)) for rate in RATES}
+            found = _tried() | {name: {f"{rate:g}": round(one.accuracy, 4) for rate, one in ended.items()}}
             ordered = {way: found[way] for way in WAYS if way in found}
             TRIED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
             print(_told(name, found[name]), flush=True)
@@ -112,12 +113,12 @@ def _seeded(way: RunSettings, seeds: int) -> list[RunSettings]:
     return [replace(way, seed=seed) for seed in range(seeds)]
 
 
-def _accuracies(pool: ServerProcesses, rated: Mapping[str, RunSettings], seeds: int) -> dict[str, list[RunMeasurement]]:
+def _accuracies(run: RunServers, rated: Mapping[str, RunSettings], seeds: int) -> dict[str, list[RunMeasurement]]:
     """Of all ways, seed by seed."""
     found: dict[str, list[RunMeasurement]] = {name: [] for name in rated}
     for turn in zip(*(_seeded(way, seeds) for way in rated.values()), strict=True):
         for name, settings in zip(rated, turn, strict=True):
-            found[name].append(pool.run(settings))
+            found[name].append(run(settings))
     return found
 
 
@@ -149,21 +150,17 @@ def _plain(name: str, found: Sequence[RunMeasurement], peers: Sequence[float]) -
     )  # fmt: skip
 
 
-def _throughputs(pool: ServerProcesses, rated: Mapping[str, RunSettings], pairs: int, slow_steps: int) -> list[Figure]:
+def _throughputs(run: RunServers, rated: Mapping[str, RunSettings], pairs: int, slow_steps: int) -> list[Figure]:
     """What is left of the three others' throughput when a fourth is slow."""
     slow = (*[PAUSE_S] * (WORKERS - 1), SLOWER * PAUSE_S)
     figures = []
     for name, target in (("async", 1 / KEPT), ("ssp(1)", None), ("sync", None)):
-        with_slow: list[float] = []
-        others: list[float] = []
-        for pair in range(pairs):
-            many = replace(rated[name], steps=slow_steps, pauses_s=slow)
-            few = replace(many, workers=WORKERS - 1)
-            turns = [(many, with_slow), (few, others)]
-            for settings, into in turns if pair % 2 == 0 else turns[::-1]:
-                into.append(1e6 / pool.run(settings).samples_s)
+        many = replace(rated[name], steps=slow_steps, pauses_s=slow)
+        turns = {"many": partial(run, many), "few": partial(run, replace(many, workers=WORKERS - 1))}
+        found = run_interleaved(turns, Rounds(counted=pairs, uncounted=0))
+        times = ([1e6 / one.samples_s for one in found[each]] for each in turns)
         what = f"time of a sample, {name}, three workers and one that is {SLOWER} times slower, against the three"
-        figures.append(compare("asynchronous", what, "us", with_slow, others, target=target))
+        figures.append(compare("asynchronous", what, "us", *times, target=target))
     return figures
 
 

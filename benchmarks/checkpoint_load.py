@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +12,7 @@ import torch
 from figures import Figure, compare
 from local_ranks import choose_plan, one_node_cluster
 from problem import CLASSES, FEATURES, data, job
+from processes import Cost, measured, run_alone
 from torch import nn
 
 from trainwright.core.data import Batch, Feed
@@ -33,28 +28,19 @@ MOST_S_PER_GIB = 1.0
 NOTE = (
     "A model of 134 million parameters in 32 bits with AdamW, 1.5 GiB of state, on one core; a folder on the local "
     "disk, whose files the system has in memory. Each measurement is in a process of its own, which has built the "
-    "model; memory is the growth of its peak (ru_maxrss) after that. trainwright reads safetensors files in portions, "
+    "model; memory is the growth of its peak after that. trainwright reads safetensors files in portions, "
     "computes their SHA-256 and copies into the tensors that are there; the peer is `torch.load(weights_only=True)` of "
     "one file and `load_state_dict` of model and optimizer, without a checksum."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """Seconds and growth of the peak of memory in bytes."""
-
-    seconds: float
-    grown_bytes: int
-
-
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     width, pairs = (SMOKE_WIDTH, 1) if smoke else (WIDTH, PAIRS)
-    ref = _alone(_written, folder, width)
+    ref = run_alone(partial(_written, folder, width))
     ours, peers = [], []
     for _ in range(pairs):
-        ours.append(_alone(_loaded, folder, width, ref))
-        peers.append(_alone(_torch_loaded, folder, width))
+        ours.append(run_alone(partial(_loaded, folder, width, ref)))
+        peers.append(run_alone(partial(_torch_loaded, folder, width)))
     state_gib = 3 * 4 * sum(parameter.numel() for parameter in _wide(width, device="meta").parameters()) / GIB
     speeds = [[one.seconds / state_gib for one in found] for found in (ours, peers)]
     grown = [median(one.grown_bytes / MIB for one in found) for found in (ours, peers)]
@@ -65,11 +51,6 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         Figure(benchmark="checkpoint_load", what="memory beside the state, against torch.load", unit="MiB",
                ours=grown[0], peer=grown[1], pairs=pairs, count=True),
     ]  # fmt: skip
-
-
-def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(work, *arguments).result()
 
 
 def _wide(width: int, device: str = "cpu") -> nn.Module:
@@ -102,17 +83,17 @@ def _written(folder: Path, width: int) -> CheckpointRef:
     return CheckpointRef(step=1, path=path, manifest_sha256=write_manifest(store, RUN, path, manifest))
 
 
-def _loaded(folder: Path, width: int, ref: CheckpointRef) -> Loaded:
+def _loaded(folder: Path, width: int, ref: CheckpointRef) -> Cost:
     engine = _built(folder, width)
 
     def load() -> None:
         store = open_store(str(folder))
         engine.load(CheckpointReader(store, RUN, ref, read_manifest(store, RUN, ref)))
 
-    return _measured(load)
+    return measured(load)
 
 
-def _torch_loaded(folder: Path, width: int) -> Loaded:
+def _torch_loaded(folder: Path, width: int) -> Cost:
     engine: Any = _built(folder, width)
     replica = engine.replica
 
@@ -121,12 +102,4 @@ def _torch_loaded(folder: Path, width: int) -> Loaded:
         replica.model.load_state_dict(state["model"])
         replica.optimizer.load_state_dict(state["optimizer"])
 
-    return _measured(load)
-
-
-def _measured(load: Callable[[], None]) -> Loaded:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begun = time.perf_counter()
-    load()
-    seconds = time.perf_counter() - begun
-    return Loaded(seconds=seconds, grown_bytes=1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    return measured(load)

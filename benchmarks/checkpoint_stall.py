@@ -12,6 +12,7 @@ from figures import Figure, compare
 from local_ranks import LocalRank, choose_plan, one_node_cluster, run_ranks, worker_config_of
 from peers.plain_saving import PlainSaving
 from problem import CLASSES, FEATURES, THREADS, WORKERS, job
+from processes import Rounds, run_interleaved
 from torch import nn
 
 from trainwright.driver.messages import RunRequest, SnapshotRequest
@@ -38,7 +39,6 @@ def build(width: int) -> nn.Module:
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     model = partial(build, SMOKE_WIDTH if smoke else WIDE)
     wanted = job(folder / "runs", rows=1024, model=model, plan="fsdp=2")
     config = worker_config_of(wanted, choose_plan(wanted, one_node_cluster(WORKERS)))
@@ -71,16 +71,14 @@ def _turns(
     """One rank: the size of its files in bytes, and what each way took in each round."""
     local_rank.worker.run(RunRequest(steps=range(1)))
     ours, plain = OurSaving(local_rank, folder), PlainSaving(local_rank.rank, folder / "plain", model)
+
+    def turn(save: Callable[[], Turn]) -> Turn:
+        local_rank.wait_for_others()
+        return save()
+
     ways = {"ours": ours.save, "save": plain.save, "async_save": plain.save_async}
-    found: dict[str, list[Turn]] = {name: [] for name in ways}
-    names = list(ways)
-    for number in range(rounds + 1):  # the first one warms up
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            local_rank.wait_for_others()
-            turn = ways[name]()
-            if number:
-                found[name].append(turn)
+    turns = {name: partial(turn, save) for name, save in ways.items()}
+    found = run_interleaved(turns, Rounds(counted=rounds))
     return ours.size_bytes, found
 
 

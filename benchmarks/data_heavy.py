@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from figures import Figure, compare
 from images import SIDE, SMALL, shrink, write_images
-from loader_processes import (
-    SMOKE_ROUNDS,
-    EpochTimes,
-    Loader,
-    LoaderTimer,
-    ProcessRunner,
-    Rounds,
-    run_interleaved,
-    start_process,
-)
+from loader_processes import EpochTimes, Loader, time_loaders
 from peers.ray_data import StreamingSplit
 from peers.torch_loader import ImageLoader
+from processes import SMOKE_ROUNDS, Rounds
 from rank_streams import HeavyStream, RayStream
 
-IMAGES, FILES, BATCH_SIZE, EPOCHS, CPUS = 4096, 16, 64, 2, 2
+IMAGES, FILES, BATCH_SIZE, CPUS = 4096, 16, 64, 2
 NOTE = (
     f"{IMAGES:,} JPEG images of {SIDE} x {SIDE} pixels in {FILES} parquet files, decoded and resized to {SMALL} x "
     f"{SMALL} by Pillow; batches of {BATCH_SIZE}, shuffled, to one consumer that does nothing with them. Milliseconds "
-    f"a row, over {EPOCHS} epochs, from the opening of the data to the last batch, start-up included. trainwright and "
+    f"a row, over two epochs, from the opening of the data to the last batch, start-up included. trainwright and "
     "`streaming_split` run the same function by map_batches with one CPU for each call, on the same cluster of "
     f"{CPUS} CPUs that is up; `streaming_split` reads the folder as {FILES} blocks, so that both CPUs have work, and "
     "shuffles in a local buffer of 1,024 rows. `Ray Dataset as train=` is the same data set of Ray Data, given to "
@@ -35,7 +26,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     path = str(folder / "images")
     images, files, rounds = (128, 2, SMOKE_ROUNDS) if smoke else (IMAGES, FILES, Rounds(counted=4))
     write_images(Path(path), images, files)
@@ -47,10 +37,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         "train=ds": RayStream(path=path, batch_size=BATCH_SIZE, cpus=CPUS, function=shrink, blocks=files),
         "DataLoader": ImageLoader(path=path, batch_size=BATCH_SIZE, workers=CPUS),
     }
-    with start_process(cluster=True) as cluster, start_process() as process:
-        runners = {name: process if name == "DataLoader" else cluster for name in loaders}
-        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
-        times = run_interleaved(turns, rounds)
+    times = time_loaders(loaders, rounds, on_cluster=loaders.keys() - {"DataLoader"})
     ours = times.pop("trainwright")
     streamed = times.pop("train=ds")
     targets = {"streaming_split": 1 / 3, "DataLoader": 1.0}
@@ -63,10 +50,6 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
                 first(times["streaming_split"]), target=0.9)
         for what, first in (("whole", _whole), ("later epoch", _later))
     ]  # fmt: skip
-
-
-def _turn(run: ProcessRunner, loader: Loader, rounds: Rounds) -> Callable[[], list[EpochTimes]]:
-    return lambda: run(LoaderTimer(loader=loader, epochs=EPOCHS, touched_bytes=rounds.touched_bytes))
 
 
 def _whole(turns: list[list[EpochTimes]]) -> list[float]:

@@ -6,9 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from figures import Figure, compare
-from loader_processes import start_process
+from processes import measured, run_alone, start_process
 
 import trainwright as tw
 from trainwright.datasets import metadata_cache
@@ -41,14 +40,13 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     files, rows, documents = (8, 12_800, 2000) if smoke else (FILES, ROWS, DOCUMENTS)
     figures = [*_footers(folder, files), *_labels(rows)]
-    write_documents(folder / "documents.parquet", documents)
-    with start_process(cluster=True) as cluster:
-        tasks = cluster(Filtered(path=str(folder / "documents.parquet"), tasks=True))
-    with start_process() as process:
-        here = process(Filtered(path=str(folder / "documents.parquet"), tasks=False))
+    path = folder / "documents.parquet"
+    write_documents(path, documents)
+    with start_process(cluster=True) as run:
+        tasks = run(partial(filter_s, str(path), tasks=True))
+    here = run_alone(partial(filter_s, str(path), tasks=False))
     return [*figures, compare("data_index", "filter, against one process", "s", [tasks], [here])]
 
 
@@ -124,21 +122,12 @@ def seldom(row: dict[str, str]) -> bool:
     return sum(len(word) < 6 for word in row["text"].split()) < 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Filtered:
-    """Counts what a filter leaves."""
-
-    path: str
-    tasks: bool
-
-    def __call__(self) -> float:
-        """Seconds of the index."""
-        if self.tasks:
-            metadata_cache.MIN_PASS_S = metadata_cache.LONG_PASS_S = 0.0
-        return _seconds(lambda: tw.datasets.parquet(self.path).filter(seldom).index())
+def filter_s(path: str, *, tasks: bool) -> float:
+    """Return the seconds of the index of what a filter leaves."""
+    if tasks:
+        metadata_cache.MIN_PASS_S = metadata_cache.LONG_PASS_S = 0.0
+    return _seconds(lambda: tw.datasets.parquet(path).filter(seldom).index())
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
+    return measured(work).seconds

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from figures import Figure, compare
 from float_table import FEATURES, GROUP_ROWS, files_of, write_table
-from loader_processes import (
-    SMOKE_ROUNDS,
-    EpochTimes,
-    Loader,
-    LoaderTimer,
-    ProcessRunner,
-    Rounds,
-    run_interleaved,
-    start_process,
-)
+from loader_processes import EpochTimes, Loader, time_loaders
 from peers import litdata_chunks
 from peers.arrow_thread import ArrowThread
 from peers.ray_data import StreamingSplit
-from peers.tf_data import BUFFER_ROWS, Records, WriteRecords
+from peers.tf_data import BUFFER_ROWS, Records, write_records
 from peers.torch_loader import FloatLoader
+from processes import SMOKE_ROUNDS, Rounds, run_alone
 from rank_streams import LightStream, RayStream
 
 GROUPS, LARGE_GROUPS, BATCH_SIZE = 25, 90, 512
@@ -57,7 +49,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     table, default, large = folder / "table", folder / "default", folder / "large"
     groups, large_groups = (1, 2) if smoke else (GROUPS, LARGE_GROUPS)
     write_table(table, groups)
@@ -83,22 +74,18 @@ def _local(table: str, records: Path, rounds: Rounds) -> list[Figure]:
         "DataLoader, 2 workers": FloatLoader(path=table, batch_size=BATCH_SIZE, workers=2),
         "tf.data": Records(folder=records, batch_size=BATCH_SIZE),
     }
-    with ExitStack() as stack:
-        runners = {name: stack.enter_context(start_process()) for name in loaders}
-        runners["tf.data"](WriteRecords(table=table, folder=records))
-        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
-        times = run_interleaved(turns, rounds)
-    return [_core_time("page cache", times, "first"), *_walls("page cache", times, limit=None)]
+    run_alone(partial(write_records, table, records))
+    times = time_loaders(loaders, rounds)
+    return [_core_time("page cache", times, "first"), *_walls("page cache", times)]
 
 
 def _core_times(what: str, table: str, rounds: Rounds, epochs: tuple[Epoch, ...]) -> list[Figure]:
     """Another table from the page cache, against the limit alone."""
-    with start_process() as ours, start_process() as peer:
-        turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
-            "one pyarrow thread": _turn(peer, ArrowThread(path=table, batch_size=BATCH_SIZE), rounds),
-        }
-        times = run_interleaved(turns, rounds)
+    loaders: dict[str, Loader] = {
+        "trainwright": LightStream(path=table, batch_size=BATCH_SIZE),
+        "one pyarrow thread": ArrowThread(path=table, batch_size=BATCH_SIZE),
+    }
+    times = time_loaders(loaders, rounds)
     return [_core_time(what, times, epoch) for epoch in epochs]
 
 
@@ -106,14 +93,12 @@ def _litdata(table: str, folder: Path, rounds: Rounds) -> list[Figure]:
     """Against litdata, where it is installed."""
     if not litdata_chunks.INSTALLED:
         return []
-    with start_process() as ours, start_process() as peer:
-        peer(litdata_chunks.WriteChunks(table=table, folder=folder))
-        chunks = litdata_chunks.Chunks(folder=folder, batch_size=BATCH_SIZE, workers=2)
-        turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
-            "litdata, 2 workers": _turn(peer, chunks, rounds),
-        }
-        return _walls("page cache", run_interleaved(turns, rounds), limit=None)
+    run_alone(partial(litdata_chunks.write_chunks, table, folder))
+    loaders: dict[str, Loader] = {
+        "trainwright": LightStream(path=table, batch_size=BATCH_SIZE),
+        "litdata, 2 workers": litdata_chunks.Chunks(folder=folder, batch_size=BATCH_SIZE, workers=2),
+    }
+    return _walls("page cache", time_loaders(loaders, rounds))
 
 
 def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
@@ -123,8 +108,7 @@ def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.support.s3_server import running
 
-    with ExitStack() as stack:
-        server = stack.enter_context(running())
+    with running() as server:
         server.make_bucket("bench")
         os.environ |= server.environment()
         pafs.copy_files(str(table), "s3://bench/table")
@@ -134,40 +118,32 @@ def _on_s3(table: Path, rounds: Rounds) -> list[Figure]:
             "one pyarrow thread": ArrowThread(path="s3://bench/table", batch_size=BATCH_SIZE),
             "DataLoader, 2 workers": FloatLoader(path="s3://bench/table", batch_size=BATCH_SIZE, workers=2),
         }
-        runners = {name: stack.enter_context(start_process()) for name in loaders}
-        turns = {name: _turn(runners[name], loader, rounds) for name, loader in loaders.items()}
-        times = run_interleaved(turns, rounds)
-    return _walls("S3", times, limit=LIMIT)
+        return _walls("S3", time_loaders(loaders, rounds), limit=LIMIT)
 
 
 def _on_ray(table: str, large: str, rounds: Rounds) -> list[Figure]:
-    """Against Ray Data, whose cluster is up only here."""
+    """Against Ray Data."""
 
     def split(path: str) -> StreamingSplit:
         return StreamingSplit(path=path, batch_size=BATCH_SIZE, buffer_rows=BUFFER_ROWS)
 
-    with start_process() as ours, start_process(cluster=True) as cluster:
-        turns = {
-            "trainwright": _turn(ours, LightStream(path=table, batch_size=BATCH_SIZE), rounds),
-            "streaming_split": _turn(cluster, split(table), rounds),
-            "train=ds": _turn(cluster, RayStream(path=table, batch_size=BATCH_SIZE, cpus=2), rounds),
-        }
-        times = run_interleaved(turns, rounds)
-        long = {
-            "trainwright": _turn(cluster, RayStream(path=large, batch_size=BATCH_SIZE, cpus=2), rounds),
-            "streaming_split": _turn(cluster, split(large), rounds),
-        }
-        many = run_interleaved(long, rounds)
-        streamed = {"trainwright": times.pop("train=ds"), "streaming_split": times["streaming_split"]}
-        return [
-            *_walls("page cache", times, limit=None),
-            *_walls("page cache, Ray Dataset as train=", streamed, limit=None, target=STREAM_TARGET),
-            *_walls("large, Ray Dataset as train=", many, limit=None, target=STREAM_TARGET),
-        ]
-
-
-def _turn(run: ProcessRunner, loader: Loader, rounds: Rounds) -> Callable[[], list[EpochTimes]]:
-    return lambda: run(LoaderTimer(loader=loader, epochs=2, touched_bytes=rounds.touched_bytes))
+    loaders: dict[str, Loader] = {
+        "trainwright": LightStream(path=table, batch_size=BATCH_SIZE),
+        "streaming_split": split(table),
+        "train=ds": RayStream(path=table, batch_size=BATCH_SIZE, cpus=2),
+    }
+    times = time_loaders(loaders, rounds, on_cluster=["streaming_split", "train=ds"])
+    larger: dict[str, Loader] = {
+        "trainwright": RayStream(path=large, batch_size=BATCH_SIZE, cpus=2),
+        "streaming_split": split(large),
+    }
+    long = time_loaders(larger, rounds, on_cluster=larger)
+    streamed = {"trainwright": times.pop("train=ds"), "streaming_split": times["streaming_split"]}
+    return [
+        *_walls("page cache", times),
+        *_walls("page cache, Ray Dataset as train=", streamed, target=STREAM_TARGET),
+        *_walls("large, Ray Dataset as train=", long, target=STREAM_TARGET),
+    ]
 
 
 def _core_time(where: str, times: Mapping[str, list[list[EpochTimes]]], epoch: Epoch) -> Figure:
@@ -180,7 +156,7 @@ def _core_time(where: str, times: Mapping[str, list[list[EpochTimes]]], epoch: E
 
 
 def _walls(
-    where: str, times: Mapping[str, list[list[EpochTimes]]], *, limit: float | None, target: float = 1.0
+    where: str, times: Mapping[str, list[list[EpochTimes]]], *, limit: float | None = None, target: float = 1.0
 ) -> list[Figure]:
     """Wall time of both epochs, against each peer; `limit` is the target against the pyarrow thread."""
     figures = []

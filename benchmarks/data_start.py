@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from figures import Figure, compare
 from float_table import GROUP_ROWS, ROW_BYTES, write_table
 from images import shrink, write_images
-from loader_processes import start_process
+from processes import run_alone, start_process
 from rank_streams import HeavyStream, LightStream
 
 from trainwright.core.data import Feed
@@ -36,7 +37,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     groups, large_groups, images, files = (1, 2, 128, 2) if smoke else (GROUPS, LARGE_GROUPS, 2048, 8)
     write_table(folder / "table", groups)
     write_table(folder / "large", large_groups)
@@ -44,14 +44,13 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     light = LightStream(path=str(folder / "table"), batch_size=512)
     large = LightStream(path=str(folder / "large"), batch_size=512)
     heavy = HeavyStream(path=str(folder / "images"), batch_size=64, function=shrink, cpus=2)
-    with start_process() as process:
-        memory = process(PeakMemory(path=str(folder / "large")))
-    with start_process() as process:
-        figures = [_start("light path", process(LightWaits(loader=light, epochs=2 if smoke else 8)))]
-    with start_process() as process:
-        figures.append(_start("light path, large", process(LightWaits(loader=large, epochs=2 if smoke else 5))))
-    with start_process(cluster=True) as cluster:
-        figures.append(_start("heavy path", cluster(HeavyWaits(loader=heavy, epochs=2 if smoke else 5))))
+    memory = run_alone(partial(peak_mib, large))
+    figures = [
+        _start("light path", run_alone(partial(light_waits, light, 2 if smoke else 8))),
+        _start("light path, large", run_alone(partial(light_waits, large, 2 if smoke else 5))),
+    ]
+    with start_process(cluster=True) as run:
+        figures.append(_start("heavy path", run(partial(heavy_waits, heavy, 2 if smoke else 5))))
     bound = (MEMORY_BYTES + IN_FLIGHT_BYTES) / 2**20
     what = "memory, light path, against its bound"
     return [*figures, compare("data_start", what, "MiB", [memory], [bound], target=1.0)]
@@ -65,59 +64,42 @@ class Waits:
     others_s: list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightWaits:
-    """Waits over a light stream."""
-
-    loader: LightStream
-    epochs: int
-
-    def __call__(self) -> Waits:
-        """Stream all epochs."""
-        stream = self.loader.stream(self.epochs)
-        with stream.feeds() as feeds:
-            return _waits(feeds, stream.schedule.steps_per_epoch, LIGHT_STEP_S)
+def light_waits(loader: LightStream, epochs: int) -> Waits:
+    """Return the waits over a light stream."""
+    stream = loader.stream(epochs)
+    with stream.feeds() as feeds:
+        return _waits(feeds, stream.schedule.steps_per_epoch, LIGHT_STEP_S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeavyWaits:
-    """Waits over a heavy stream."""
-
-    loader: HeavyStream
-    epochs: int
-
-    def __call__(self) -> Waits:
-        """Stream all epochs."""
-        stream, fetcher = self.loader.stream(self.epochs)
-        with closing(fetcher), stream.feeds() as feeds:
-            return _waits(feeds, stream.schedule.steps_per_epoch, HEAVY_STEP_S)
+def heavy_waits(loader: HeavyStream, epochs: int) -> Waits:
+    """Return the waits over a heavy stream."""
+    stream, fetcher = loader.stream(epochs)
+    with closing(fetcher), stream.feeds() as feeds:
+        return _waits(feeds, stream.schedule.steps_per_epoch, HEAVY_STEP_S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeakMemory:
-    """Anonymous memory, which leaves out the pages of mapped files: they are the system's cache."""
+def peak_mib(loader: LightStream) -> float:
+    """Stream one epoch, and return the most anonymous memory beyond that of before.
 
-    path: str
+    The pages of mapped files are not in it: they are the system's cache.
+    """
+    stream = loader.stream(1)
+    before, done = _anonymous_mib(), threading.Event()
+    peak = before
 
-    def __call__(self) -> float:
-        """Stream one epoch; MiB more than before, at most."""
-        stream = LightStream(path=self.path, batch_size=512).stream(1)
-        before, done = _anonymous_mib(), threading.Event()
-        peak = before
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, _anonymous_mib())
 
-        def watch() -> None:
-            nonlocal peak
-            while not done.wait(0.005):
-                peak = max(peak, _anonymous_mib())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        with stream.feeds() as feeds:
-            for _ in feeds:
-                pass
-            done.set()
-            watcher.join()
-            return max(peak, _anonymous_mib()) - before  # a short epoch may end between two looks of the watcher
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with stream.feeds() as feeds:
+        for _ in feeds:
+            pass
+        done.set()
+        watcher.join()
+        return max(peak, _anonymous_mib()) - before  # a short epoch may end between two looks of the watcher
 
 
 def _waits(feeds: Iterator[Feed], epoch_steps: int, step_s: float) -> Waits:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fashion_table import sample_data, write_splits
 from figures import Figure, compare
+from processes import Rounds, run_interleaved
 from rank_streams import ONE_RANK
 
 import trainwright as tw
@@ -33,16 +34,12 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     pairs, block, rows = (1, 4, 2 * 4 * BATCH_SIZE) if smoke else (12, BLOCK, ROWS)
     loops = Loops(_job(folder, rows), block)
-    streamed, held = [], []
-    for pair in range(pairs + 1):
-        turns = [(loops.streamed, streamed), (loops.held, held)]
-        for turn, seconds in turns if pair % 2 == 0 else turns[::-1]:
-            seconds.append(1e3 * turn() / block)
+    found = run_interleaved({"streamed": loops.streamed, "held": loops.held}, Rounds(counted=pairs))
+    streamed, held = ([1e3 * seconds / block for seconds in found[name]] for name in found)
     what = "demo's network, fed by the stream, against memory"
-    return [compare("data_step", what, "ms", streamed[1:], held[1:], target=1.05)]
+    return [compare("data_step", what, "ms", streamed, held, target=1.05)]
 
 
 class Loops:

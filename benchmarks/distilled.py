@@ -6,14 +6,12 @@ import contextlib
 import importlib
 import math
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fashion_table import write_splits
-from figures import Figure, deviation
+from figures import Figure, Ratio, deviation
 from machine import ray_cluster
-from pairs import Ratio
 
 import trainwright as tw
 from trainwright.distillation.hyperparameter_search import SearchResult
@@ -31,27 +29,17 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     if smoke:
         write_splits(folder / "data" / "fashion-mnist", SMOKE_ROWS, SMOKE_ROWS // 4)
     else:
         (ROOT / "data").mkdir(exist_ok=True)
         (folder / "data").symlink_to(ROOT / "data")
-    with examples(folder), ray_cluster(400 * 2**20):
+    with contextlib.chdir(folder), ray_cluster(400 * 2**20):
         search = importlib.import_module("distill_fashion_mnist").search
         found: SearchResult = tw.distill(_smallest(search) if smoke else search)
     kept = min(pair.kept for pair in found.scorecard.pairs if pair.kept is not None)
     what = f"accuracy of the student with {found.best.text}, which keeps {kept:.1%} of its best teacher's"
     return [_gain(what, found.test.values, found.test_alone.values)]
-
-
-@contextlib.contextmanager
-def examples(folder: Path) -> Iterator[None]:
-    """The examples can be imported, and work in this folder."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    with contextlib.chdir(folder):
-        yield
-    sys.path.remove(str(ROOT / "examples"))
 
 
 def _smallest(search: tw.Search) -> tw.Search:

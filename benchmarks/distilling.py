@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from figures import Figure, compare
-from loader_processes import SMOKE_ROUNDS, EpochTimes, LoaderTimer, Rounds, run_interleaved, start_process
+from loader_processes import EpochTimes, time_loaders
 from problem import CLASSES, FEATURES, data
+from processes import SMOKE_ROUNDS, Rounds
 from rank_streams import ONE_RANK, iterate_epochs
 from torch import nn
 
@@ -40,25 +41,12 @@ def build_teacher() -> nn.Module:
 TEACHER = tw.Teacher(name="big", model=build_teacher, inputs="x")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured.
-
-    Attributes:
-        rows: of the data.
-        stage: rounds of the teacher.
-    """
-
-    rows: int
-    stage: Rounds
-
-
-FULL, SMOKE = Size(rows=ROWS, stage=Rounds(counted=2)), Size(rows=2048, stage=SMOKE_ROUNDS)
-
-
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
-    return [_stage(SMOKE if smoke else FULL)]
+    rows, rounds = (2048, SMOKE_ROUNDS) if smoke else (ROWS, Rounds(counted=2))
+    loaders = {"actor": Taught(rows=rows, cpus=1.0), "plain": Taught(rows=rows, cpus=0.0)}
+    times = time_loaders(loaders, rounds, on_cluster=["actor"])
+    what = "stage: the teacher in an actor, against a plain function"
+    return [compare("distilling", what, "ms/row", *([_row_ms(one) for one in times[name]] for name in loaders))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +70,6 @@ class Taught:
         finally:
             if fetcher is not None:
                 fetcher.close()
-
-
-def _stage(size: Size) -> Figure:
-    """A row through the teacher in an actor, beside the same in the process that takes it."""
-    with start_process(cluster=True) as cluster, start_process() as process:
-        times = run_interleaved(
-            {
-                "actor": lambda: cluster(_timed(size, cpus=1.0)),
-                "plain": lambda: process(_timed(size, cpus=0.0)),
-            },
-            size.stage,
-        )
-    what = "stage: the teacher in an actor, against a plain function"
-    return compare(
-        "distilling", what, "ms/row", *([_row_ms(one) for one in times[name]] for name in ("actor", "plain"))
-    )
-
-
-def _timed(size: Size, cpus: float) -> LoaderTimer:
-    loader = Taught(rows=size.rows, cpus=cpus)
-    return LoaderTimer(loader=loader, epochs=2, touched_bytes=size.stage.touched_bytes)
 
 
 def _row_ms(times: list[EpochTimes]) -> float:

@@ -50,7 +50,6 @@ class Cost:
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     (few, many), times = (SMOKE_SIZES, SMOKE_TIMES) if smoke else (SIZES, TIMES)
     ours, before = recoveries(few, folder / "few", times, ArgumentPickler(), Along())
     (large,) = recoveries(many, folder / "many", times, ArgumentPickler())

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from peers.gloo_parameter_server import GlooServer, GlooWorker, join
+from processes import share_messages, start_processes
 from torch import nn
 from torch.nn import functional
 
@@ -40,7 +41,7 @@ WAYS = {
     "tcp": {"consistency": "async"},
     "fp16": {"consistency": "async", "wire": "fp16"},
 }  # ours: fields of their plans
-GENERATION, DEADLINE_S, MEET_S, END_S = Generation(token=1, number=1), 60.0, 120.0, 20.0
+GENERATION, DEADLINE_S, MEET_S = Generation(token=1, number=1), 60.0, 120.0
 Floats = npt.NDArray[np.float32]
 
 
@@ -156,8 +157,8 @@ class Copying:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast:
-    """What the processes are to be: of these ways of ours, for models of so many layers of a million parameters."""
+class ExchangeSettings:
+    """Our ways that are measured, and the layers of a million parameters that the model has."""
 
     layers: int
     ways: tuple[str, ...]
@@ -185,35 +186,18 @@ class Cast:
 
 
 @contextlib.contextmanager
-def cast(scene: Cast) -> Iterator[Callable[[str, int], float]]:
-    """Servers and workers as processes; gives a function (way, steps) -> seconds for each push and pull.
+def start_exchanges(settings: ExchangeSettings) -> Iterator[Callable[[str, int], float]]:
+    """Start servers and workers; yield a function (way, steps) -> seconds for each push and pull.
 
     The function raises EOFError when a process has failed; its traceback is on stderr.
     """
-    context = get_context("spawn")
-    barrier = context.Barrier(SERVERS + WORKERS)
-    pipes = [context.Pipe() for _ in range(SERVERS + WORKERS)]
-    processes = [
-        context.Process(target=_member, args=(rank, scene, far, barrier), daemon=True)
-        for rank, (_, far) in enumerate(pipes)
-    ]
-    for process, (_, far) in zip(processes, pipes, strict=True):
-        process.start()
-        far.close()
-    near = [pipe for pipe, _ in pipes]
-    try:
-        addresses = [pipe.recv() for pipe in near]
-        for pipe in near:
-            pipe.send(addresses)
-        for pipe in near:
+    barrier = get_context("spawn").Barrier(SERVERS + WORKERS)
+    members = (partial(_member, rank, settings, barrier) for rank in range(SERVERS + WORKERS))
+    with start_processes(*members) as pipes:
+        share_messages(pipes)
+        for pipe in pipes:
             pipe.recv()
-        yield lambda way, steps: _turn(near, way, steps)
-    finally:
-        for pipe in near:
-            pipe.close()
-        for process in processes:
-            process.join(END_S)
-            process.kill()
+        yield partial(_turn, pipes)
 
 
 def _turn(pipes: Sequence[Connection], way: str, steps: int) -> float:
@@ -223,38 +207,37 @@ def _turn(pipes: Sequence[Connection], way: str, steps: int) -> float:
     return float(max(end for _, end in spans) - min(begin for begin, _ in spans)) / (steps * WORKERS)
 
 
-def _member(rank: int, scene: Cast, pipe: Connection, barrier: Barrier) -> None:
+def _member(rank: int, settings: ExchangeSettings, barrier: Barrier, pipe: Connection) -> None:
     """One process: a server or a worker of every way."""
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
-        turns = (_server if rank < SERVERS else _worker)(rank, scene, pipe, stack)
-        join(rank, SERVERS + WORKERS, f"{scene.folder}/rendezvous")
+        turns = (_server if rank < SERVERS else _worker)(rank, settings, pipe, stack)
+        join(rank, SERVERS + WORKERS, f"{settings.folder}/rendezvous")
         pipe.send("ready")
-        with contextlib.suppress(EOFError):  # there are no more turns
-            while True:
-                way, steps = pipe.recv()
-                pipe.send(turns[way](steps, lambda: barrier.wait(MEET_S)))
+        while True:
+            way, steps = pipe.recv()
+            pipe.send(turns[way](steps, lambda: barrier.wait(MEET_S)))
 
 
-def _server(rank: int, scene: Cast, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
-    servers = {way: OurServer(way) for way in scene.ways}
+def _server(rank: int, settings: ExchangeSettings, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
+    servers = {way: OurServer(way) for way in settings.ways}
     pipe.send({way: server.reserve() for way, server in servers.items()})
     addresses = pipe.recv()
     for way, server in servers.items():
         stack.callback(server.close)
-        server.form(_group(rank, way, addresses), scene.spec, scene.plan(way))
-    return {"copy": _idle, "gloo": GlooServer(scene.shards[rank].trained_bytes // 4, WORKERS, RATE), **servers}
+        server.form(_group(rank, way, addresses), settings.spec, settings.plan(way))
+    return {"copy": _idle, "gloo": GlooServer(settings.shards[rank].trained_bytes // 4, WORKERS, RATE), **servers}
 
 
-def _worker(rank: int, scene: Cast, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
+def _worker(rank: int, settings: ExchangeSettings, pipe: Connection, stack: contextlib.ExitStack) -> dict[str, Turn]:
     pipe.send({})
-    addresses, dealt = pipe.recv(), scene.shards
-    gradient, own = np.ones(scene.layers * 10**6, np.float32), np.zeros(scene.layers * 10**6, np.float32)
+    addresses, dealt = pipe.recv(), settings.shards
+    gradient, own = np.ones(settings.layers * 10**6, np.float32), np.zeros(settings.layers * 10**6, np.float32)
     ends = [shard.trained_bytes // 4 for shard in dealt][:-1]
     by_gloo = GlooWorker(*(torch.from_numpy(whole).tensor_split(ends) for whole in (gradient, own)))
     turns: dict[str, Turn] = {"copy": Copying(gradient, own), "gloo": by_gloo}
-    for way in scene.ways:
-        turns[way] = worker = OurWorker(_group(rank, way, addresses), scene.plan(way), dealt, gradient, own)
+    for way in settings.ways:
+        turns[way] = worker = OurWorker(_group(rank, way, addresses), settings.plan(way), dealt, gradient, own)
         stack.callback(worker.close)
     return turns
 

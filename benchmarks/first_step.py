@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from figures import Figure, compare
 from machine import ray_cluster, settle
-from peers import ray_train
+from peers import Settings, ray_train
 from problem import BATCH_SIZE, WORKERS, job
+from processes import SMOKE_ROUNDS, Rounds, run_interleaved
 from stamps import read_stamps, stamping
 
 import trainwright as tw
@@ -27,28 +30,24 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
-    turns, uncounted = (1, 0) if smoke else (8, 1)
-    fits = (train_later, train_first, _theirs)
-    seconds: dict[Callable[[Path], None], list[float]] = {fit: [] for fit in fits}
+    rounds = SMOKE_ROUNDS if smoke else Rounds(counted=8)
+    fits = {"later": train_later, "first": train_first, "theirs": _theirs}
     with ray_cluster():
-        for number in range(turns + uncounted):
-            for fit in fits if number % 2 == 0 else fits[::-1]:
-                seconds[fit].append(_first_step(fit, folder / f"{fit.__name__}-{number}"))
-                settle()
-    later, first, theirs = (seconds[fit][uncounted:] for fit in fits)
+        seconds = run_interleaved({name: partial(_first_step, fit, folder) for name, fit in fits.items()}, rounds)
     what = "fit() to the first step, {}, against TorchTrainer"
     return [
-        compare("first_step", what.format("a later run"), "s", later, theirs, target=0.15),
-        compare("first_step", what.format("a first run"), "s", first, theirs, target=0.5),
+        compare("first_step", what.format("a later run"), "s", seconds["later"], seconds["theirs"], target=0.15),
+        compare("first_step", what.format("a first run"), "s", seconds["first"], seconds["theirs"], target=0.5),
     ]
 
 
 def _first_step(fit: Callable[[Path], None], folder: Path) -> float:
-    folder.mkdir()
+    place = Path(tempfile.mkdtemp(dir=folder))
     begun = time.time()
-    fit(folder)
-    return read_stamps(folder)[0].time_s - begun
+    fit(place)
+    seconds = read_stamps(place)[0].time_s - begun
+    settle()
+    return seconds
 
 
 def train_later(folder: Path) -> None:
@@ -66,4 +65,4 @@ def train_first(folder: Path) -> None:
 
 
 def _theirs(folder: Path) -> None:
-    ray_train.fit(folder, ray_train.Settings(steps=STEPS, rows=STEPS * BATCH_SIZE, stamps=str(folder)))
+    ray_train.fit(folder, Settings(steps=STEPS, rows=STEPS * BATCH_SIZE, workers=WORKERS, stamps=str(folder)))

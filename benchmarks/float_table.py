@@ -15,8 +15,8 @@ FEATURES, GROUP_ROWS, FILE_GROUPS = 256, 8192, 5
 ROW_BYTES = 4 * FEATURES + 8
 
 
-def write_table(folder: Path, groups: int, *, plain: bool = True) -> int:
-    """Write so many row groups, a few to a file; returns the number of rows.
+def write_table(folder: Path, groups: int, *, plain: bool = True) -> None:
+    """Write so many row groups, a few to a file.
 
     `plain`: without compression and dictionaries, which do nothing for random floats; otherwise as pyarrow does it by
     default, with both.
@@ -30,7 +30,6 @@ def write_table(folder: Path, groups: int, *, plain: bool = True) -> int:
         table = pa.table({"x": x, "y": rng.integers(0, 10, rows)})
         path = folder / f"part-{first:04}.parquet"
         pq.write_table(table, path, row_group_size=GROUP_ROWS, **options)
-    return groups * GROUP_ROWS
 
 
 def files_of(path: str) -> tuple[pafs.FileSystem, list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from figures import Figure, compare
-from gpu_step import BATCH, DEVICE, ON_GPU, SMOKE, Decoder, Size, adam, losses, sheet, words
+from gpu_step import BATCH, DEVICE, ON_GPU, SMOKE, ByHand, Decoder, Size, adam, losses, sheet, words
 from local_ranks import GENERATION, choose_plan, one_node_cluster, worker_config_of
 from problem import job
 
@@ -44,7 +44,7 @@ NOTE = (
     "that trains is killed with SIGKILL after its state was copied to the node's memory. Ours: a standby, which has "
     "imported and built all and rehearsed on the CPU, takes the GPU, loads the copy and trains. By hand: a new process "
     "imports torch, builds the model, loads what `torch.save` wrote to the same memory, and trains. Seconds from the "
-    "kill to the end of the next step, that is, until its loss is read. `memory of the GPU` is what is in use there "
+    "kill to the end of the next step, when the GPU has finished it. `memory of the GPU` is what is in use there "
     "before the first of these processes and after the last one has been killed."
 )
 
@@ -179,40 +179,19 @@ def _started_again(ordered: Ordered) -> float:
 
 def _trains(pipe: Connection, ordered: Ordered) -> None:
     """Train by hand and write the state."""
-    loop = _ByHand(ordered.size)
-    for _ in range(STEPS - 1):
-        loop.step()
+    loop = ByHand(ordered.size)
+    loop.run(STEPS - 1)
     torch.save((loop.model.state_dict(), loop.optimizer.state_dict()), f"{ordered.place}/state.pt")
     pipe.send(None)
-    while True:
-        loop.step()
+    loop.run(MANY)
 
 
 def _continues(pipe: Connection, ordered: Ordered) -> None:
     """Load the state and take a step."""
-    loop = _ByHand(ordered.size)
+    loop = ByHand(ordered.size)
     model, optimizer = torch.load(f"{ordered.place}/state.pt", map_location=DEVICE, mmap=True)
     loop.model.load_state_dict(model)
     loop.optimizer.load_state_dict(optimizer)
-    loop.step()
+    loop.run(1)
     pipe.send(None)
     pipe.recv()
-
-
-class _ByHand:
-    """A training loop as torch's tutorials have it, on the data's first batch."""
-
-    def __init__(self, size: Size) -> None:
-        self.model = Decoder(size).to(DEVICE)
-        self.optimizer = adam(self.model.parameters())
-        columns = words(size)
-        self._x, self._y = (torch.from_numpy(columns[name][:BATCH]).to(DEVICE) for name in ("x", "y"))
-
-    def step(self) -> float:
-        """Return the loss."""
-        self.optimizer.zero_grad()
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = losses(self.model(self._x), self._y).mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()

@@ -196,11 +196,11 @@ class Tensors:
 class ByHand:
     """A training loop as torch's tutorials have it."""
 
-    def __init__(self, size: Size, *, compiled: bool) -> None:
-        self._model: nn.Module = Decoder(size).to(DEVICE)
+    def __init__(self, size: Size, *, compiled: bool = False) -> None:
+        self.model: nn.Module = Decoder(size).to(DEVICE)
         if compiled:
-            self._model.compile()
-        self._optimizer = adam(self._model.parameters())
+            self.model.compile()
+        self.optimizer = adam(self.model.parameters())
         columns = {name: torch.from_numpy(column) for name, column in words(size).items()}
         if ON_GPU:
             columns = {name: column.pin_memory() for name, column in columns.items()}
@@ -215,11 +215,11 @@ class ByHand:
         for number in range(steps):
             batch = self._batches[number % len(self._batches)]
             words, following = batch.x.to(DEVICE, non_blocking=True), batch.y.to(DEVICE, non_blocking=True)
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             with torch.autocast(DEVICE, torch.bfloat16):
-                loss = losses(self._model(words), following).mean()
+                loss = losses(self.model(words), following).mean()
             loss.backward()
-            self._optimizer.step()
+            self.optimizer.step()
         if ON_GPU:
             torch.cuda.synchronize()
         return [(time.perf_counter() - begun) / steps] * steps

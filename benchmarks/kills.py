@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from machine import settle
 from stamps import Stamp, Stamps, read_stamps, set_last
 
 LAST_STEPS = 10  # that a run trains on after it has recovered from the last kill
@@ -88,10 +90,10 @@ def _median_step_s(times: list[float]) -> float:
 def measure_kills(
     folder: Path, schedule: Schedule, run: Callable[[], None], ready: Callable[[int], bool]
 ) -> list[Recovery]:
-    """Run a training, kill its rank 1 as scheduled, and return how it recovered from each kill.
+    """Run a training after a rest, kill its rank 1 as scheduled, and return how it recovered from each kill.
 
     Args:
-        folder: in which the processes of the run stamp their steps.
+        folder: made for the stamps of the run's processes.
         schedule: of the kills.
         run: starts the training and waits for its end.
         ready: whether the run has recovered from so many kills, so that the next kill or the end may follow.
@@ -99,63 +101,42 @@ def measure_kills(
     Raises:
         RuntimeError: the run ended before the last kill.
     """
-    killer = Killer(folder, schedule, ready)
-    killer.start()
-    try:
-        run()
-    finally:
-        killer.stop()
-    if not killer.completed:
-        raise RuntimeError(f"the run ended after {len(killer.kills)} of {schedule.kills} kills") from killer.error
-    stamps = read_stamps(folder)
-    return [recovery_of(stamps, victim, killed_s, schedule.pause_s) for victim, killed_s in killer.kills]
-
-
-class Killer(threading.Thread):
-    """A thread that reads the stamps, kills the process of rank 1 when a kill is due, and then ends the run.
-
-    Attributes:
-        kills: the newest stamp of each killed process, and when it was killed.
-        completed: whether the run has recovered from all kills.
-        error: that ended the thread too early.
-    """
-
-    def __init__(self, folder: Path, schedule: Schedule, ready: Callable[[int], bool]) -> None:
-        super().__init__(daemon=True)
-        self._folder, self._schedule, self._ready = folder, schedule, ready
-        self._stamps = Stamps(folder)
-        self._stopped = threading.Event()
-        self._first: dict[int, int] = {}
-        self.kills: list[tuple[Stamp, float]] = []
-        self.completed = False
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Kill as scheduled, until the run has recovered from the last kill or has ended."""
+    folder.mkdir()
+    settle()
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(_kill, folder, schedule, ready, ended)
         try:
-            self._watch()
-        except Exception as error:  # raised by the thread that waits for the run
-            self.error = error
+            run()
+        finally:
+            ended.set()
+        kills = killing.result()
+    stamps = read_stamps(folder)
+    return [recovery_of(stamps, victim, killed_s, schedule.pause_s) for victim, killed_s in kills]
 
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end."""
-        self._stopped.set()
-        self.join()
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.01):
-            killed = {victim.pid for victim, _ in self.kills}
-            fresh = [stamp for stamp in self._stamps.read_new() if stamp.rank == 1 and stamp.pid not in killed]
-            if not fresh:
-                continue
-            if len(self.kills) == self._schedule.kills:
-                if not self._ready(len(self.kills)):
-                    continue
-                set_last(self._folder, fresh[-1].step + LAST_STEPS)
-                self.completed = True
-                return
-            before, newest = self.kills[-1][0].step if self.kills else 0, fresh[-1]
-            first = self._first.setdefault(newest.pid, fresh[0].step)
-            if self._schedule.due(newest.step, first, before) and self._ready(len(self.kills)):
-                self.kills.append((newest, time.time()))
-                os.kill(newest.pid, signal.SIGKILL)
+def _kill(
+    folder: Path, schedule: Schedule, ready: Callable[[int], bool], ended: threading.Event
+) -> list[tuple[Stamp, float]]:
+    """Kill the process of rank 1 whenever it is due, then let the run end.
+
+    Returns:
+        The newest stamp of each killed process, and when it was killed.
+    """
+    stamps, kills, first = Stamps(folder), list[tuple[Stamp, float]](), dict[int, int]()
+    while not ended.wait(0.01):
+        killed = {victim.pid for victim, _ in kills}
+        fresh = [stamp for stamp in stamps.read_new() if stamp.rank == 1 and stamp.pid not in killed]
+        if not fresh:
+            continue
+        newest = fresh[-1]
+        if len(kills) == schedule.kills:
+            if ready(len(kills)):
+                set_last(folder, newest.step + LAST_STEPS)
+                return kills
+            continue
+        before = kills[-1][0].step if kills else 0
+        if schedule.due(newest.step, first.setdefault(newest.pid, fresh[0].step), before) and ready(len(kills)):
+            kills.append((newest, time.time()))
+            os.kill(newest.pid, signal.SIGKILL)
+    raise RuntimeError(f"the run ended after {len(kills)} of {schedule.kills} kills")

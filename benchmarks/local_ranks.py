@@ -9,10 +9,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
+
+from processes import share_messages, start_processes
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
@@ -24,7 +27,7 @@ from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
-BARRIER_S, JOIN_S = 60.0, 10.0
+BARRIER_S = 60.0
 GENERATION = Generation(token=1, number=1)
 
 
@@ -71,18 +74,17 @@ def worker_config_of(job: tw.Job, decision: Decision) -> WorkerConfig:
     )
 
 
-def run_ranks(config: WorkerConfig, work: RankWork, *, context: ContextFactory = contextlib.nullcontext) -> list[Any]:
+def run_ranks(config: WorkerConfig, work: RankWork) -> list[Any]:
     """Run `work` on each rank of a job, and return the results by rank.
 
     Args:
         config: of the workers.
         work: called in each process with its rank. Picklable.
-        context: entered by each process before it makes its worker, left after `work`.
 
     Raises:
         EOFError: a rank has failed; its traceback is on stderr.
     """
-    return run_ranks_for_each([config], work, context=context)[0]
+    return run_ranks_for_each([config], work)[0]
 
 
 def run_ranks_for_each(
@@ -90,50 +92,37 @@ def run_ranks_for_each(
 ) -> list[list[Any]]:
     """Run `work` as `run_ranks` does for one configuration after another, in the same processes.
 
+    Args:
+        configs: of the workers.
+        work: as for `run_ranks`.
+        context: entered by each process before it makes a worker, left after `work`.
+
     Returns:
         The results by configuration, then by rank.
     """
-    spawn, most = get_context("spawn"), max(config.plan.workers for config in configs)
-    pipes = [spawn.Pipe() for _ in range(most)]
-    barriers = {workers: spawn.Barrier(workers) for workers in {config.plan.workers for config in configs}}
-    processes = [
-        spawn.Process(target=_serve, args=(work, context, rank, child_end, barriers), daemon=True)
-        for rank, (_, child_end) in enumerate(pipes)
-    ]
-    for process, (_, child_end) in zip(processes, pipes, strict=True):
-        process.start()
-        child_end.close()
-    parent_ends = [parent_end for parent_end, _ in pipes]
-    try:
-        return [_run_config(config, parent_ends[: config.plan.workers]) for config in configs]
-    finally:
-        for parent_end in parent_ends:
-            parent_end.close()
-        for process in processes:
-            process.join(JOIN_S)
-            process.kill()
+    sizes = {config.plan.workers for config in configs}
+    barriers = {workers: get_context("spawn").Barrier(workers) for workers in sizes}
+    with start_processes(*(partial(_serve, work, context, rank, barriers) for rank in range(max(sizes)))) as pipes:
+        return [_run_config(config, pipes[: config.plan.workers]) for config in configs]
 
 
 def _run_config(config: WorkerConfig, pipes: Sequence[Connection]) -> list[Any]:
     """Send a configuration to its ranks and their addresses to all of them, and return their results."""
     for pipe in pipes:
         pipe.send(config)
-    addresses = [pipe.recv() for pipe in pipes]
-    for pipe in pipes:
-        pipe.send(addresses)
+    share_messages(pipes)
     return [pipe.recv() for pipe in pipes]
 
 
 def _serve(
-    work: RankWork, context: ContextFactory, rank: int, pipe: Connection, barriers: Mapping[int, Barrier]
+    work: RankWork, context: ContextFactory, rank: int, barriers: Mapping[int, Barrier], pipe: Connection
 ) -> None:
     """Run one configuration after another, until the pipe is closed. Memory is kept as in a worker's actor."""
     keep_freed_memory()
-    with contextlib.suppress(EOFError):
-        while True:
-            config: WorkerConfig = pipe.recv()
-            with context() as context_value:
-                pipe.send(_run_rank(config, work, context_value, rank, pipe, barriers[config.plan.workers]))
+    while True:
+        config: WorkerConfig = pipe.recv()
+        with context() as context_value:
+            pipe.send(_run_rank(config, work, context_value, rank, pipe, barriers[config.plan.workers]))
 
 
 def _run_rank(

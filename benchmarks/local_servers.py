@@ -5,16 +5,19 @@ The same processes serve one run after another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import multiprocessing
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
+from processes import start_processes
 from torch import nn
 from torch.nn import functional
 
@@ -25,7 +28,7 @@ from trainwright.core.topology import Generation, Group, Peer, Role, StalenessCo
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 HIDDEN, CLASSES = 128, 10
-REPLY_S, DEADLINE_S = 600.0, 30.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class RunSettings:
     def spec(self, pause_s: float) -> ModelSpec:
         """Return the model specification of a worker which pauses in each unit."""
         return ModelSpec(
-            model=build_model, loss=functools.partial(losses, pause_s), optimizer=functools.partial(adam, self.rate),
+            model=build_model, loss=partial(losses, pause_s), optimizer=partial(adam, self.rate),
             inputs=("image",), targets=("label",), metrics={"accuracy": accuracy}, schedule=triangular_schedule,
             total_steps=self.steps, seed=self.seed,
         )  # fmt: skip
@@ -122,82 +125,53 @@ class RunMeasurement:
     between_s: float
 
 
-class ServerProcesses:
-    """Processes that act as the server and the workers of one run after another.
+RunServers = Callable[[RunSettings], RunMeasurement]
+
+
+@contextlib.contextmanager
+def server_processes(train: Columns, test: Columns, count: int) -> Iterator[RunServers]:
+    """Start processes, and yield a function that does a run with them and measures it.
 
     Args:
         train, test: columns `image` (rows, 28, 28) float32 and `label`.
-        count: of processes; the first is the server.
+        count: of processes; the first is the server, the others are workers.
     """
+    numbers = itertools.count(1)
+    with start_processes(*[partial(_serve, train, test)] * count) as pipes:
+        yield lambda settings: _run(pipes[: 1 + settings.workers], settings, next(numbers))
 
-    def __init__(self, train: Columns, test: Columns, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(count)]
-        self._pipes = [parent_end for parent_end, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(child_end, train, test), daemon=True) for _, child_end in pipes
-        ]
-        for process in self._processes:
-            process.start()
-        self._generation = 0
 
-    def run(self, settings: RunSettings) -> RunMeasurement:
-        """Run a server and its workers from the first step to the last, and measure the run."""
-        self._generation += 1
-        roles: list[Role] = ["server", *(["worker"] * settings.workers)]
-        pipes = self._pipes[: len(roles)]
-        generation = Generation(token=1, number=self._generation)
-        addresses = _request(pipes, [("reserve", role) for role in roles])
-        peers = tuple(
-            Peer(rank=rank, address=address, role=role)
-            for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
+def _run(pipes: Sequence[Connection], settings: RunSettings, number: int) -> RunMeasurement:
+    """Run a server and its workers from the first step to the last, and measure the run."""
+    roles: list[Role] = ["server", *(["worker"] * settings.workers)]
+    addresses = _request(pipes, [("reserve", role) for role in roles])
+    peers = tuple(
+        Peer(rank=rank, address=address, role=role)
+        for rank, (address, role) in enumerate(zip(addresses, roles, strict=True))
+    )
+    groups = [
+        Group(
+            generation=Generation(token=1, number=number), rank=rank, peers=peers, key=b"of this benchmark",
+            deadline_s=DEADLINE_S,
         )
-        groups = [
-            Group(generation=generation, rank=rank, peers=peers, key=b"of this benchmark", deadline_s=DEADLINE_S)
-            for rank in range(len(roles))
-        ]
-        _request(pipes, [("form", group, settings) for group in groups])
-        stamps, *gaps = _request(pipes, [("train", settings)] * len(pipes))
-        staleness = _request(pipes[:1], [("staleness",)])[0]
-        accuracy = _request(pipes[1:2], [("evaluate",)])[0]
-        _request(pipes, [("leave",)] * len(pipes))
-        samples_s = (len(stamps) - 1) * settings.batch_size / (stamps[-1] - stamps[0])
-        return RunMeasurement(
-            samples_s=samples_s, accuracy=accuracy, staleness=staleness, steps_s=tuple(np.diff(stamps)),
-            between_s=float(np.median(np.concatenate(gaps))),
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def __enter__(self) -> ServerProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        for rank in range(len(roles))
+    ]  # fmt: skip
+    _request(pipes, [("form", group, settings) for group in groups])
+    stamps, *gaps = _request(pipes, [("train", settings)] * len(pipes))
+    staleness = _request(pipes[:1], [("staleness",)])[0]
+    accuracy = _request(pipes[1:2], [("evaluate",)])[0]
+    _request(pipes, [("leave",)] * len(pipes))
+    return RunMeasurement(
+        samples_s=(len(stamps) - 1) * settings.batch_size / (stamps[-1] - stamps[0]), accuracy=accuracy,
+        staleness=staleness, steps_s=tuple(np.diff(stamps)), between_s=float(np.median(np.concatenate(gaps))),
+    )  # fmt: skip
 
 
 def _request(pipes: Sequence[Connection], requests: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Send a request to each process, and return the replies of all.
-
-    Args:
-        pipes: to the processes.
-        requests: for each process, the name of a method of `_EngineProcess` and its arguments.
-
-    Raises:
-        TimeoutError: a process did not reply in time.
-    """
+    """Send each process the name of a method of `_EngineProcess` with its arguments, and return the replies of all."""
     for pipe, request in zip(pipes, requests, strict=True):
         pipe.send(request)
-    replies = []
-    for pipe in pipes:
-        if not pipe.poll(REPLY_S):
-            raise TimeoutError(f"no reply to {requests[0][0]} within {REPLY_S:g} s")
-        replies.append(pipe.recv())
-    return replies
+    return [pipe.recv() for pipe in pipes]
 
 
 class _EngineProcess:
@@ -274,13 +248,10 @@ def _make_feed(data: Columns, rows: Any, step: int, ranks: range, total: int, si
     return Feed(step=step, parts=((batch,),), data_ranks=ranks, total=total, rows=size)
 
 
-def _serve(pipe: Connection, train: Columns, test: Columns) -> None:
+def _serve(train: Columns, test: Columns, pipe: Connection) -> None:
     """Serve requests until the pipe is closed."""
     torch.set_num_threads(1)
     process = _EngineProcess(train, test)
     while True:
-        try:
-            method, *arguments = pipe.recv()
-        except EOFError:
-            return
+        method, *arguments = pipe.recv()
         pipe.send(getattr(process, method)(*arguments))

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -35,8 +36,8 @@ def facts(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _processor() -> str:
-    found = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return found[0] if found else platform.machine()
+    found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def _gpus() -> str:
@@ -50,11 +51,6 @@ def _gpus() -> str:
 
 def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 @contextlib.contextmanager

@@ -50,7 +50,6 @@ def build() -> nn.Module:
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     cases, batch = ({name: CASES[name] for name in SMOKE_CASES}, SMOKE_BATCH) if smoke else (CASES, BATCH)
     return [figure for name, fields in cases.items() for figure in _case(folder / name, name, fields, batch)]
 

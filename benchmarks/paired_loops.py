@@ -13,6 +13,7 @@ from typing import Any
 from figures import Figure, compare
 from local_ranks import LocalRank, choose_plan, one_node_cluster, run_ranks, worker_config_of
 from problem import BATCH_SIZE, ROWS, WORKERS, job
+from processes import Rounds, run_interleaved
 
 from trainwright.driver.messages import RunRequest
 from trainwright.worker.worker import Worker
@@ -82,19 +83,15 @@ def measure_blocks(
     local_rank: LocalRank, make_peer: PeerFactory, pairs: BlockPairs
 ) -> tuple[list[BlockTimes], list[BlockTimes]]:
     """Run blocks of the worker's loop and of the peer's in turn on one rank, and return the times of each loop."""
-    loops = (WorkerLoop(local_rank.worker).run, make_peer(local_rank.worker, local_rank.rank))
-    for loop in loops:
-        loop(pairs.block_steps)
-    times: tuple[list[BlockTimes], list[BlockTimes]] = ([], [])
-    for pair in range(pairs.count):
-        for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            local_rank.wait_for_others()
-            times[which].append(_time_block(loops[which], pairs.block_steps))
-    return times
+    loops = {"worker": WorkerLoop(local_rank.worker).run, "peer": make_peer(local_rank.worker, local_rank.rank)}
+    turns = {name: partial(_time_block, local_rank, loop, pairs.block_steps) for name, loop in loops.items()}
+    found = run_interleaved(turns, Rounds(counted=pairs.count))
+    return found["worker"], found["peer"]
 
 
-def _time_block(run: Loop, steps: int) -> BlockTimes:
-    """Run one block. Both ranks have passed the barrier before it."""
+def _time_block(local_rank: LocalRank, run: Loop, steps: int) -> BlockTimes:
+    """Run one block, which all ranks begin together."""
+    local_rank.wait_for_others()
     begun = time.perf_counter()
     seconds = run(steps)
     return BlockTimes(whole_s=time.perf_counter() - begun, median_s=median(seconds))

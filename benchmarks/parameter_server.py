@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from exchanges import RATE, SERVERS, WORKERS, Cast, cast
+from exchanges import RATE, SERVERS, WORKERS, ExchangeSettings, start_exchanges
 from figures import Figure, compare
-from loader_processes import SMOKE_ROUNDS, Rounds, run_interleaved
 from machine import ray_cluster
+from processes import SMOKE_ROUNDS, Rounds, run_interleaved
 
 STORE_BYTES, SMOKE_STORE_BYTES = 4 * 2**30, 200 * 2**20
 NAMES = {
@@ -63,7 +63,6 @@ SMOKE_CASE = Case(layers=2, ways=("shared", "sync", "tcp", "fp16"), steps=2, slo
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     store_bytes, cases = (SMOKE_STORE_BYTES, (SMOKE_CASE,)) if smoke else (STORE_BYTES, CASES)
     with ray_cluster(object_store_bytes=store_bytes, cpus=SERVERS + WORKERS):
         return [figure for case in cases for figure in _case(folder, case)]
@@ -72,10 +71,10 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
 def _case(folder: Path, case: Case) -> list[Figure]:
     from peers.ray_parameter_server import parameter_server
 
-    scene = Cast(layers=case.layers, ways=case.ways, folder=str(folder / str(case.layers)))
-    Path(scene.folder).mkdir()
-    sizes = [shard.trained_bytes // 4 for shard in scene.shards]
-    with cast(scene) as turn, parameter_server(sizes, WORKERS, RATE) as by_ray:
+    settings = ExchangeSettings(layers=case.layers, ways=case.ways, folder=str(folder / str(case.layers)))
+    Path(settings.folder).mkdir()
+    sizes = [shard.trained_bytes // 4 for shard in settings.shards]
+    with start_exchanges(settings) as turn, parameter_server(sizes, WORKERS, RATE) as by_ray:
         ours = {way: partial(turn, way, case.slow_steps) for way in (*case.ways, "gloo")}
         fast = {way: partial(turn, way, case.steps) for way in ("shared", "sync", "copy") if way in (*ours, "copy")}
         found = run_interleaved({**ours, **fast, "ray": partial(by_ray, case.slow_steps)}, case.rounds)

@@ -36,7 +36,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     plan = f"pp=2,schedule=1f1b,accumulation={MICRO_BATCHES}"
     against, pairs = "torch's PipelineStage and Schedule1F1B", block_pairs(60, smoke=smoke)
     figures = compare_loops("pipeline_step", folder, _by_hand, against, pairs, 1.0, plan=plan, model=build_deep)

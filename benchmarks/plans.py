@@ -88,7 +88,6 @@ class Tried:
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     names = SMOKE_MODELS if smoke else tuple(MODELS)
     asked = [tried for name in names for tried in _asked(folder, name, MODELS[name])]
     rounds, steps = (2, 1) if smoke else (ROUNDS, STEPS)

@@ -35,11 +35,6 @@ def build_deep() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, WIDE), *hidden, nn.ReLU(), nn.Linear(WIDE, CLASSES))
 
 
-def parameters() -> int:
-    """Number of parameters of the model."""
-    return sum(parameter.numel() for parameter in build_model().parameters())
-
-
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """One loss per sample."""
     return functional.cross_entropy(outputs, targets, reduction="none")

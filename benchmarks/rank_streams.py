@@ -72,7 +72,7 @@ class RayStream:
         path: of the folder.
         batch_size: in rows.
         cpus: of the actor that streams.
-        function, function_rows: of map_batches, with one CPU for each call; None for no map_batches.
+        function: of map_batches, with one CPU for each call of 128 rows; None for no map_batches.
         blocks: in which Ray Data reads the folder; None for its default.
     """
 
@@ -80,7 +80,6 @@ class RayStream:
     batch_size: int
     cpus: float
     function: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    function_rows: int = 128
     blocks: int | None = None
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
@@ -91,7 +90,7 @@ class RayStream:
 
         data = ray.data.read_parquet(self.path, override_num_blocks=self.blocks)
         if self.function is not None:
-            data = data.map_batches(self.function, batch_size=self.function_rows, num_cpus=1)
+            data = data.map_batches(self.function, batch_size=128, num_cpus=1)
         dataset = tw.datasets.from_ray(data)
         index = dataset.index()
         handle, (rows,) = start_streams([(dataset, index, count)], None, {"CPU": self.cpus, "GPU": 0.0})

@@ -7,7 +7,7 @@ from statistics import median
 
 from figures import Figure, compare
 from machine import ray_cluster, settle
-from peers import ray_train
+from peers import Settings, ray_train
 from problem import BATCH_SIZE, ROWS, WORKERS, job
 
 import trainwright as tw
@@ -23,7 +23,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     rounds, epochs = (1, 1) if smoke else (6, 4)
     ours, theirs = [], []
     with ray_cluster():
@@ -42,4 +41,5 @@ def _ours(folder: Path, epochs: int) -> float:
 
 def _theirs(folder: Path, epochs: int) -> float:
     folder.mkdir()
-    return median(ray_train.timed_fit(folder, ray_train.Settings(steps=epochs * EPOCH_STEPS))[WARM:])
+    settings = Settings(steps=epochs * EPOCH_STEPS, rows=ROWS, workers=WORKERS)
+    return median(ray_train.timed_fit(folder, settings)[WARM:])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from figures import Figure, compare
 from kills import Recovery, Schedule
-from machine import ray_cluster, settle
-from peers import torchft_ddp
-from recovery_runs import RecoveryRuns
+from machine import ray_cluster
+from peers import ray_train, torchft_ddp
+from recovery_runs import RecoveryRuns, fit_torchft, fit_torchrun
 
 KILLS, PAUSE_S, CHECKPOINT_STEPS, AFTER_STEPS = 7, 0.1, 20, 13
 TARGET, LIMIT_S = 1 / 12, 0.6
@@ -44,7 +44,6 @@ NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     return figures_of("recovery", measure_all(folder, workers=2, smoke=smoke))
 
 
@@ -62,17 +61,16 @@ def measure_all(folder: Path, *, workers: int, smoke: bool) -> dict[str, list[Re
     """
     schedule, few = schedule_of(smoke=smoke), smoke and workers > 2
     runs = RecoveryRuns(workers=workers, schedule=schedule)
-    found = {"torchrun": _after_rest(runs.run_torchrun, folder / "torchrun")}
+    found = {"torchrun": runs.run_peer(folder / "torchrun", fit_torchrun)}
     if torchft_ddp.INSTALLED and not few:
-        found["torchft"] = _after_rest(runs.run_torchft, folder / "torchft")
+        found["torchft"] = runs.run_peer(folder / "torchft", fit_torchft)
     with ray_cluster(cpus=workers):
-        found["spare"] = _after_rest(lambda place: runs.run_trainwright(place, spares=1), folder / "spare")
+        found["spare"] = runs.run_trainwright(folder / "spare", spares=1)
         if few:
             return found
-        found["TorchTrainer"] = _after_rest(runs.run_ray_train, folder / "ray_train")
-        found["none"] = _after_rest(lambda place: runs.run_trainwright(place, spares=0), folder / "none")
-        shrinking = {"spares": 0, "min_workers": 1, "on_loss": "shrink"}
-        found["shrink"] = _after_rest(lambda place: runs.run_trainwright(place, **shrinking), folder / "shrink")
+        found["TorchTrainer"] = runs.run_peer(folder / "ray_train", ray_train.fit)
+        found["none"] = runs.run_trainwright(folder / "none", spares=0)
+        found["shrink"] = runs.run_trainwright(folder / "shrink", spares=0, min_workers=1, on_loss="shrink")
     return found
 
 
@@ -94,11 +92,6 @@ def figures_of(name: str, found: dict[str, list[Recovery]]) -> list[Figure]:
 def against_limit(name: str, which: str, items: Sequence[Recovery]) -> Figure:
     ours = next_s(items)
     return timed(name, f"{NEXT}, {which}, against the limit", ours, [LIMIT_S] * len(ours), 1)
-
-
-def _after_rest(run: Callable[[Path], list[Recovery]], folder: Path) -> list[Recovery]:
-    settle()
-    return run(folder)
 
 
 def timed(name: str, what: str, ours: list[float], theirs: list[float], target: float | None) -> Figure:

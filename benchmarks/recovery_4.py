@@ -15,5 +15,4 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     return figures_of("recovery_4", measure_all(folder, workers=3 if smoke else 4, smoke=smoke))

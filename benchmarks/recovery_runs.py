@@ -10,15 +10,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kills import Recovery, Schedule, measure_kills
-from peers import ray_train, torchft_ddp, torchrun_ddp
-from peers.torchrun_ddp import Settings
+from peers import Settings, torchft_ddp, torchrun_ddp
 from problem import BATCH_SIZE, job
 from stamps import stamping
 
@@ -34,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRuns:
-    """Runs of the recovery benchmarks, one method for each library.
+    """Runs of the recovery benchmarks.
 
     Attributes:
         workers: of each run.
@@ -51,7 +50,6 @@ class RecoveryRuns:
 
     def run_trainwright(self, folder: Path, *, spares: int, **fields: Any) -> list[Recovery]:
         """Run trainwright. A kill waits until all workers are in the group again and the spares are ready."""
-        folder.mkdir()
         runs = folder / "runs"
         job_fields: dict[str, Any] = {
             "workers": self.workers,
@@ -73,10 +71,9 @@ class RecoveryRuns:
 
         return measure_kills(folder, self.schedule, run, ready)
 
-    def run_ray_train(self, folder: Path) -> list[Recovery]:
-        """Run Ray Train's TorchTrainer."""
-        folder.mkdir()
-        settings = ray_train.Settings(
+    def run_peer(self, folder: Path, fit: Callable[[Path, Settings], None]) -> list[Recovery]:
+        """Run a peer: `fit` trains to the end, in a folder and with settings. A kill waits for nothing else."""
+        settings = Settings(
             steps=STEPS,
             rows=self.rows,
             workers=self.workers,
@@ -85,47 +82,23 @@ class RecoveryRuns:
             checkpoint_steps=self.schedule.every,
             max_failures=2 * self.schedule.kills,
         )
-        return measure_kills(folder, self.schedule, lambda: ray_train.fit(folder, settings), _always_ready)
-
-    def run_torchrun(self, folder: Path) -> list[Recovery]:
-        """Run DistributedDataParallel under torchrun, which restarts its workers."""
-        folder.mkdir()
-        agent = ["--standalone", f"--nproc-per-node={self.workers}", f"--max-restarts={self.schedule.kills}"]
-        command = _torchrun_command(agent, torchrun_ddp.__file__, self._peer_settings(folder))
-        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # pytorch#135712: restarts find stale addresses
-
-        def run() -> None:
-            _run_commands([command], [own_store], folder)
-
-        return measure_kills(folder, self.schedule, run, _always_ready)
-
-    def run_torchft(self, folder: Path) -> list[Recovery]:
-        """Run torchft: a lighthouse, and for each worker a replica group of one process under its own torchrun."""
-        folder.mkdir()
-        agent = ["--standalone", "--nproc-per-node=1", f"--max-restarts={self.schedule.kills}"]
-        command = _torchrun_command(agent, torchft_ddp.__file__, self._peer_settings(folder))
-
-        def run() -> None:
-            with torchft_ddp.lighthouse() as address:
-                common = {"TORCHFT_LIGHTHOUSE": address}
-                groups = [{**common, "REPLICA_GROUP_ID": str(number)} for number in range(self.workers)]
-                _run_commands([command] * self.workers, groups, folder)
-
-        return measure_kills(folder, self.schedule, run, _always_ready)
-
-    def _peer_settings(self, folder: Path) -> str:
-        settings = Settings(
-            folder=str(folder),
-            workers=self.workers,
-            rows=self.rows,
-            pause_s=self.schedule.pause_s,
-            checkpoint_steps=self.schedule.every,
-        )
-        return json.dumps(asdict(settings))
+        return measure_kills(folder, self.schedule, lambda: fit(folder, settings), lambda kills: True)
 
 
-def _always_ready(kills: int) -> bool:
-    return True
+def fit_torchrun(folder: Path, settings: Settings) -> None:
+    """Run DistributedDataParallel under torchrun, which restarts its workers."""
+    command = _torchrun_command(settings.workers, torchrun_ddp.__file__, settings)
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # pytorch#135712: restarts find stale addresses
+    _run_commands([command], [own_store], folder)
+
+
+def fit_torchft(folder: Path, settings: Settings) -> None:
+    """Run torchft: a lighthouse, and for each worker a replica group of one process under its own torchrun."""
+    command = _torchrun_command(1, torchft_ddp.__file__, settings)
+    with torchft_ddp.lighthouse() as address:
+        common = {"TORCHFT_LIGHTHOUSE": address}
+        groups = [{**common, "REPLICA_GROUP_ID": str(number)} for number in range(settings.workers)]
+        _run_commands([command] * settings.workers, groups, folder)
 
 
 def _read_run_events(runs: Path) -> Sequence[Event]:
@@ -142,8 +115,9 @@ def _count_full_groups(runs: Path, workers: int) -> int:
     return sum(isinstance(event, Formed) and event.workers == workers for event in _read_run_events(runs))
 
 
-def _torchrun_command(agent: Sequence[str], script: str, settings: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *agent, script, settings]
+def _torchrun_command(processes: int, script: str, settings: Settings) -> list[str]:
+    agent = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={settings.max_failures}"]
+    return [sys.executable, "-m", "torch.distributed.run", *agent, script, json.dumps(asdict(settings))]
 
 
 def _run_commands(commands: Sequence[list[str]], variables: Sequence[dict[str, str]], folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from figures import Figure
 from paired_loops import BLOCK, Loop, block_pairs, compare_loops
-from peers.plain_fsdp import PlainSharded
+from peers.plain_loops import sharded_loop
 from problem import BATCH_SIZE, THREADS
 
 from trainwright.worker.worker import Worker
@@ -21,10 +21,9 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     pairs = block_pairs(60, smoke=smoke)
     return compare_loops("sharded_step", folder, _by_hand, "FSDP2", pairs, 1.02, plan="fsdp=2")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:
-    return PlainSharded(rank).run
+    return sharded_loop(rank).run

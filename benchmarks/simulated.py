@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from figures import Figure
-from local_servers import CLASSES, HIDDEN, RunMeasurement, RunSettings, ServerProcesses
-from pairs import Ratio
+from figures import Figure, Ratio
+from local_servers import CLASSES, HIDDEN, RunMeasurement, RunServers, RunSettings, server_processes
 
 from trainwright.core.data import Columns
 from trainwright.core.topology import Consistency
@@ -43,10 +42,10 @@ class Case:
         slow = f"one of {WORKERS} {self.slower:g} times slower" if self.slower > 1 else "equal workers"
         return f"{self.rule}, {slow}"
 
-    def measured(self, pool: ServerProcesses) -> RunMeasurement:
+    def measured(self, run: RunServers) -> RunMeasurement:
         """By processes."""
         pauses_s = (*[PAUSE_S] * (WORKERS - 1), self.slower * PAUSE_S)
-        return pool.run(
+        return run(
             RunSettings(workers=WORKERS, share=SHARE, steps=self.steps, consistency=self.rule, pauses_s=pauses_s)
         )
 
@@ -65,17 +64,16 @@ class Case:
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     steps, rules, times = (10, RULES[::3], 1) if smoke else (STEPS, RULES, TIMES)
     data = _data(steps)
     figures = []
-    with ServerProcesses(data, data, count=1 + WORKERS) as pool:
-        alone = pool.run(_short(1, steps))
-        crowd = pool.run(_short(WORKERS, steps))
+    with server_processes(data, data, count=1 + WORKERS) as run:
+        alone = run(_short(1, steps))
+        crowd = run(_short(WORKERS, steps))
         for slower in (1.0, float(SLOWER)):
             for rule in rules:
                 case = Case(rule=rule, slower=slower, steps=steps)
-                runs = [case.measured(pool) for _ in range(times)]
+                runs = [case.measured(run) for _ in range(times)]
                 figures += _figures(case, runs, case.simulated(alone, crowd.between_s))
     return figures
 

@@ -16,7 +16,7 @@ from trainwright.core.data import Columns
 def measure_accuracy(train: Columns, test: Columns, settings: RunSettings, delay: int) -> float:
     """Train with gradients that are `delay` steps old, and return the accuracy on the test set.
 
-    The samples and their order are those of `ServerProcesses`. The gradients of the first steps are at the initial
+    The samples and their order are those of `server_processes`. The gradients of the first steps are at the initial
     parameters.
     """
     images, labels = torch.from_numpy(train["image"]), torch.from_numpy(train["label"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from figures import Figure
 from paired_loops import BLOCK, Loop, block_pairs, compare_loops
-from peers.plain_ddp import PlainLoop
+from peers.plain_loops import data_parallel_loop
 from problem import BATCH_SIZE, THREADS, WORKERS
 
 from trainwright.worker.worker import Worker
@@ -23,10 +23,9 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     pairs = block_pairs(150, smoke=smoke)
     return compare_loops("step_time", folder, _by_hand, "plain DDP", pairs, 1.01, strategy="data_parallel")
 
 
 def _by_hand(_worker: Worker, rank: int) -> Loop:
-    return PlainLoop(rank).run
+    return data_parallel_loop(rank).run

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from figures import Figure
+from processes import Cost, measured, run_alone
 
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
@@ -21,7 +22,7 @@ from trainwright.storage.run_log import Owner, RunLog
 from trainwright.storage.run_summary import RunSummary
 
 NOTE = (
-    "A folder on the local disk, each measurement in a process of its own, memory as growth of its peak (ru_maxrss) "
+    "A folder on the local disk, each measurement in a process of its own, memory as growth of its peak "
     "over that after the imports; medians of 3. `history` is what a resume, `show` and a report read of a run of 10^6 "
     "steps in batches of 500, compacted each 100 batches; the peer folds all of its events, as was done before there "
     "were summaries. `runs_view` lists 1,000 runs of 5,000 steps that are done; the peer folds all events of each, one "
@@ -43,20 +44,20 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     ref = _checkpoint(store, size_bytes)
     pairs = 1 if smoke else 3
     found = []
-    for what, place, where in (
-        ("history", "runs", "long"), ("runs", "many", ""), ("verify", "runs", f"{ref.path}:{ref.manifest_sha256}"),
-    ):  # fmt: skip
-        taken = {
-            way: [_alone(f"{what}_{way}", str(folder / place), where) for _ in range(pairs)] for way in ("ours", "peer")
-        }
+    for what, place, where, ways in (
+        ("history", "runs", "long", (history_ours, history_peer)),
+        ("runs", "many", "", (runs_ours, runs_peer)),
+        ("verify", "runs", f"{ref.path}:{ref.manifest_sha256}", (verify_ours, verify_peer)),
+    ):
+        taken = [[_alone(way, str(folder / place), where) for _ in range(pairs)] for way in ways]
         for unit, column in (("s", 0), ("MiB", 1)):
-            ours, peer = (median(row[column] for row in taken[way]) for way in ("ours", "peer"))
+            ours, peer = (median(row[column] for row in rows) for rows in taken)
             name = f"{what}, {'time' if unit == 's' else 'memory'}"
             found.append(
                 Figure(benchmark="storage", what=name, unit=unit, ours=ours, peer=peer, pairs=pairs, count=True)
             )
     _run(store, "longest", longest, every=20, commits=longest // 10_000)
-    resumed = [_alone("resume_ours", str(folder / "runs"), "longest") for _ in range(pairs)]
+    resumed = [_alone(resume_ours, str(folder / "runs"), "longest") for _ in range(pairs)]
     for column, (unit, most) in enumerate((("s", MOST_S), ("MiB", MOST_MIB))):
         name = f"resume of {longest:,} steps, {'time' if unit == 's' else 'memory'}, beside what it may take"
         ours = median(row[column] for row in resumed)
@@ -108,18 +109,10 @@ def verify_peer(uri: str, ref: str) -> None:
     hashlib.sha256(open_store(uri).get(f"long/{ref.split(':')[0]}/model")).hexdigest()
 
 
-def _alone(way: str, uri: str, where: str) -> tuple[float, float]:
-    """Seconds and MiB of one way in a process of its own."""
-    script = (
-        "import resource, sys, time; sys.path.insert(0, sys.argv[1]); import storage\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-        "before, begun = peak(), time.perf_counter()\n"
-        "getattr(storage, sys.argv[2])(sys.argv[3], sys.argv[4])\n"
-        "print(time.perf_counter() - begun, peak() - before)"
-    )
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), way, uri, where]
-    seconds, mib = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return float(seconds), float(mib)
+def _alone(way: Callable[[str, str], None], uri: str, where: str) -> tuple[float, float]:
+    """Return the seconds and MiB of one way in a process of its own."""
+    cost: Cost = run_alone(partial(measured, partial(way, uri, where)))
+    return cost.seconds, cost.grown_bytes / 2**20
 
 
 def _run(store: Store, name: str, steps: int, *, every: int, commits: int = 0) -> None:

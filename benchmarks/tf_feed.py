@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -12,6 +13,7 @@ os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 import numpy as np
 import tensorflow as tf
 from figures import Figure, compare
+from processes import Rounds, run_interleaved
 from rank_streams import ONE_RANK
 
 import trainwright as tw
@@ -29,24 +31,23 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     pairs, size = (1, 10 * BATCH) if smoke else (20, ROWS)
     rng = np.random.default_rng(0)
     columns = {"x": rng.standard_normal((size, FEATURES), dtype=np.float32), "y": rng.integers(0, 10, size)}
     table = tw.datasets.table(columns)
     own, native = Epochs(table, size), _native(columns)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for pair in range(pairs + 1):
-        turns = [(own.rows, ours), (native.__iter__, theirs)]
-        for rows, seconds in turns if pair % 2 == 0 else turns[::-1]:
-            begun = time.perf_counter()
-            count = sum(int(y.shape[0]) for _, y in rows())
-            assert count == size, f"{count} rows"
-            seconds.append(1e6 * (time.perf_counter() - begun) / size)
-    return [
-        compare("tf_feed", "stream to tensors, against native tf.data", "us/row", ours[1:], theirs[1:], target=TARGET)
-    ]
+    turns = {"ours": partial(_row_us, own.rows, size), "native": partial(_row_us, native.__iter__, size)}
+    found = run_interleaved(turns, Rounds(counted=pairs))
+    what = "stream to tensors, against native tf.data"
+    return [compare("tf_feed", what, "us/row", found["ours"], found["native"], target=TARGET)]
+
+
+def _row_us(rows: Callable[[], Iterator[tuple[tf.Tensor, tf.Tensor]]], size: int) -> float:
+    """Return the microseconds of a row of an epoch."""
+    begun = time.perf_counter()
+    count = sum(int(y.shape[0]) for _, y in rows())
+    assert count == size, f"{count} rows"
+    return 1e6 * (time.perf_counter() - begun) / size
 
 
 class Epochs:

@@ -38,7 +38,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     found: dict[str, list[float]] = {name: [] for name in PLANS}
     splits = write_splits(folder / "data", 4 * BATCH_SIZE, BATCH_SIZE) if smoke else fashion_mnist(DATA)
     seeds, epochs = (1, 1) if smoke else (SEEDS, EPOCHS)

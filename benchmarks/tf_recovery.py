@@ -6,11 +6,10 @@ from pathlib import Path
 
 import keras_problem
 from figures import Figure
-from kills import Recovery, Schedule, measure_kills
-from machine import ray_cluster, settle
+from machine import ray_cluster
 from problem import WORKERS
 from recovery import AFTER_STEPS, CHECKPOINT_STEPS, KILLS, NEXT, PAUSE_S, again, next_s, schedule_of, timed
-from recovery_runs import STEPS, RecoveryRuns
+from recovery_runs import RecoveryRuns
 
 TARGET = 1 / 3
 AGAINST = "against TensorflowTrainer"
@@ -24,39 +23,20 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     schedule = schedule_of(smoke=smoke)
+    runs = RecoveryRuns(workers=WORKERS, schedule=schedule)
+    fields = {
+        **keras_problem.FIELDS,
+        "optimizer": keras_problem.stamping(folder / "ours", schedule.pause_s),
+        "strategy": "tf_multi_worker_mirrored",
+        "keeper_s": 1.0,
+    }
     with ray_cluster(cpus=WORKERS):
-        settle()
-        ours = _ours(folder / "ours", schedule)
-        settle()
-        theirs = _ray_train(folder / "ray_train", schedule)
+        ours = runs.run_trainwright(folder / "ours", spares=WORKERS, **fields)
+        from peers import ray_train_tf  # TensorFlow would slow ours down
+
+        theirs = runs.run_peer(folder / "ray_train", ray_train_tf.fit)
     return [
         timed("tf_recovery", f"{NEXT}, {AGAINST}", next_s(ours), next_s(theirs), TARGET),
         again("tf_recovery", AGAINST, ours, theirs, target=None),
     ]
-
-
-def _ours(folder: Path, schedule: Schedule) -> list[Recovery]:
-    described = {
-        **keras_problem.FIELDS,
-        "optimizer": keras_problem.stamping(folder, schedule.pause_s),
-        "strategy": "tf_multi_worker_mirrored",
-        "keeper_s": 1.0,
-    }
-    return RecoveryRuns(workers=WORKERS, schedule=schedule).run_trainwright(folder, spares=WORKERS, **described)
-
-
-def _ray_train(folder: Path, schedule: Schedule) -> list[Recovery]:
-    from peers import ray_train_tf
-
-    folder.mkdir()
-    settings = ray_train_tf.Settings(
-        steps=STEPS,
-        rows=RecoveryRuns(workers=WORKERS, schedule=schedule).rows,
-        stamps=str(folder),
-        pause_s=schedule.pause_s,
-        checkpoint_steps=schedule.every,
-        max_failures=2 * schedule.kills,
-    )
-    return measure_kills(folder, schedule, lambda: ray_train_tf.fit(folder, settings), lambda kills: True)

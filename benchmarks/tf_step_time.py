@@ -24,7 +24,6 @@ NOTE = (
 
 
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
-    """The figures of this benchmark."""
     described = {**keras_problem.FIELDS, "strategy": "tf_multi_worker_mirrored"}
     against, pairs = "plain MultiWorkerMirroredStrategy", block_pairs(60, smoke=smoke)
     return compare_loops("tf_step_time", folder, _by_hand, against, pairs, 1.05, **described)

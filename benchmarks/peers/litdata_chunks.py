@@ -13,29 +13,22 @@ from pathlib import Path
 INSTALLED = importlib.util.find_spec("litdata") is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteChunks:
-    """Writes the float table once more as chunks of about 64 MB."""
+def write_chunks(table: str, folder: Path) -> None:
+    """Write the rows of the float table, in order, as chunks of about 64 MB."""
+    import numpy as np
+    import pyarrow.parquet as pq
+    from float_table import arrays, files_of
+    from litdata.streaming.writer import BinaryWriter
 
-    table: str
-    folder: Path
-
-    def __call__(self) -> None:
-        """All rows, in order."""
-        import numpy as np
-        import pyarrow.parquet as pq
-        from float_table import arrays, files_of
-        from litdata.streaming.writer import BinaryWriter
-
-        self.folder.mkdir()
-        writer, number = BinaryWriter(str(self.folder), chunk_bytes=1 << 26), 0
-        for path in files_of(self.table)[1]:
-            x, y = arrays(pq.read_table(path))
-            for row, label in zip(x, y.tolist(), strict=True):
-                writer.add_item(number, {"x": np.array(row), "y": label})
-                number += 1
-        writer.done()
-        writer.merge()
+    folder.mkdir()
+    writer, number = BinaryWriter(str(folder), chunk_bytes=1 << 26), 0
+    for path in files_of(table)[1]:
+        x, y = arrays(pq.read_table(path))
+        for row, label in zip(x, y.tolist(), strict=True):
+            writer.add_item(number, {"x": np.array(row), "y": label})
+            number += 1
+    writer.done()
+    writer.merge()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from problem import adam, batches
 from torch import distributed, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+
+from peers.plain_loops import shard_layers
 
 
 class PlainSaving:
@@ -21,11 +22,7 @@ class PlainSaving:
 
     def __init__(self, rank: int, folder: Path, build: Callable[[], nn.Module]) -> None:
         self._folder, self._count = folder, 0
-        self._model = build()
-        for layer in self._model.children():
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(self._model)
+        self._model = shard_layers(build())
         self._optimizer = adam(self._model.parameters())
         self._group = distributed.new_group(backend="gloo")
         self._stager = DefaultStager(StagingOptions(False, False, False, False))  # of no device

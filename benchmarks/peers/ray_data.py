@@ -12,7 +12,7 @@ class StreamingSplit:
     """A parquet folder, shuffled in a buffer of the consumer.
 
     Attributes:
-        function: of map_batches, with one CPU for each call; None for none.
+        function: of map_batches, with one CPU for each call of 128 rows; None for none.
         blocks: to read the folder as; None leaves it to Ray Data.
     """
 
@@ -20,7 +20,6 @@ class StreamingSplit:
     batch_size: int
     buffer_rows: int
     function: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    function_rows: int = 128
     blocks: int | None = None
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
@@ -30,7 +29,7 @@ class StreamingSplit:
         ray.data.DataContext.get_current().enable_progress_bars = False
         data = ray.data.read_parquet(self.path, override_num_blocks=self.blocks)
         if self.function is not None:
-            data = data.map_batches(self.function, batch_size=self.function_rows, num_cpus=1)
+            data = data.map_batches(self.function, batch_size=128, num_cpus=1)
         (shard,) = data.streaming_split(1)
         for _ in range(count):
             batches = shard.iter_batches(batch_size=self.batch_size, local_shuffle_buffer_size=self.buffer_rows)

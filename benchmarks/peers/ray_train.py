@@ -6,54 +6,24 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
-from problem import ROWS, THREADS, WORKERS, adam, batches, build_model
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from problem import THREADS, adam, batches, build_model
+from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, prepare_model
 from stamps import is_last, stamping
 from torch.nn import functional
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How TorchTrainer is run.
-
-    Attributes:
-        steps: at most; less where the folder of stamps tells which one is the last.
-        stamps: folder for stamps of completed steps; empty for none.
-        pause_s: after each stamped step.
-        checkpoint_steps: a checkpoint by `ray.train.report` after each so many steps; 0 for none.
-        max_failures: of its FailureConfig.
-        times: file for the seconds of each step, as rank 0 saw them; empty for none.
-    """
-
-    steps: int
-    rows: int = ROWS
-    workers: int = WORKERS
-    stamps: str = ""
-    pause_s: float = 0.0
-    checkpoint_steps: int = 0
-    max_failures: int = 0
-    times: str = ""
+from peers import Settings, fit_with_ray
 
 
 def fit(storage: Path, settings: Settings) -> None:
     """Train to the end; raises what TorchTrainer raises."""
-    TorchTrainer(
-        train_loop,
-        train_loop_config=asdict(settings),
-        scaling_config=ScalingConfig(num_workers=settings.workers),
-        run_config=RunConfig(
-            name="benchmark",
-            storage_path=str(storage),
-            failure_config=FailureConfig(max_failures=settings.max_failures),
-        ),
-    ).fit()
+    fit_with_ray(TorchTrainer, train_loop, storage, settings)
 
 
 def timed_fit(storage: Path, settings: Settings) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +11,15 @@ import keras_problem
 import numpy as np
 import ray.train
 from problem import BATCH_SIZE, WORKERS, data
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint
 from ray.train.tensorflow import TensorflowTrainer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How TensorflowTrainer is run.
-
-    Attributes:
-        steps: at most; less where the folder of stamps tells which one is the last.
-        stamps: folder for stamps of completed steps.
-        pause_s: after each step.
-        checkpoint_steps: a checkpoint by `ray.train.report` after each so many steps.
-        max_failures: of its FailureConfig.
-    """
-
-    steps: int
-    rows: int
-    stamps: str
-    pause_s: float
-    checkpoint_steps: int
-    max_failures: int
+from peers import Settings, fit_with_ray
 
 
 def fit(storage: Path, settings: Settings) -> None:
     """Train to the end; raises what TensorflowTrainer raises."""
-    TensorflowTrainer(
-        train_loop,
-        train_loop_config=asdict(settings),
-        scaling_config=ScalingConfig(num_workers=WORKERS),
-        run_config=RunConfig(
-            name="benchmark",
-            storage_path=str(storage),
-            failure_config=FailureConfig(max_failures=settings.max_failures),
-        ),
-    ).fit()
+    fit_with_ray(TensorflowTrainer, train_loop, storage, settings)
 
 
 def train_loop(config: dict[str, Any]) -> None:

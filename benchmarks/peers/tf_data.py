@@ -11,30 +11,23 @@ from typing import Any
 BUFFER_ROWS = 16_384
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteRecords:
-    """Writes the float table once more as TFRecord files; a row's floats are one byte string, the quickest to parse."""
+def write_records(table: str, folder: Path) -> None:
+    """Write a TFRecord file for each file of a float table. The floats of a row are one byte string, quick to parse."""
+    import pyarrow.parquet as pq
+    from float_table import arrays, files_of
 
-    table: str
-    folder: Path
-
-    def __call__(self) -> None:
-        """One file for each file of the table."""
-        import pyarrow.parquet as pq
-        from float_table import arrays, files_of
-
-        tf = _tensorflow()
-        self.folder.mkdir()
-        for number, path in enumerate(files_of(self.table)[1]):
-            x, y = arrays(pq.read_table(path))
-            with tf.io.TFRecordWriter(str(self.folder / f"part-{number:04}.tfrecord")) as writer:
-                for floats, label in zip(x, y.tolist(), strict=True):
-                    features = {
-                        "x": tf.train.Feature(bytes_list=tf.train.BytesList(value=[floats.tobytes()])),
-                        "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
-                    }
-                    example = tf.train.Example(features=tf.train.Features(feature=features))
-                    writer.write(example.SerializeToString())
+    tf = _tensorflow()
+    folder.mkdir()
+    for number, path in enumerate(files_of(table)[1]):
+        x, y = arrays(pq.read_table(path))
+        with tf.io.TFRecordWriter(str(folder / f"part-{number:04}.tfrecord")) as writer:
+            for floats, label in zip(x, y.tolist(), strict=True):
+                features = {
+                    "x": tf.train.Feature(bytes_list=tf.train.BytesList(value=[floats.tobytes()])),
+                    "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                writer.write(example.SerializeToString())
 
 
 @dataclass(frozen=True, kw_only=True)

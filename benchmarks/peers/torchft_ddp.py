@@ -19,7 +19,7 @@ from problem import THREADS, batches, build_model
 from stamps import is_last, stamping
 from torch.nn import functional
 
-from peers.torchrun_ddp import Settings
+from peers import Settings
 
 INSTALLED = importlib.util.find_spec("torchft") is not None
 QUORUM_TICK_MS, JOIN_TIMEOUT_MS = 100, 10_000
@@ -51,7 +51,7 @@ def main(settings: Settings) -> None:
     torch.set_num_threads(THREADS)
     group = int(os.environ["REPLICA_GROUP_ID"])
     model = build_model()
-    inner = stamping(settings.folder, settings.pause_s, rank=group)(model.parameters())
+    inner = stamping(settings.stamps, settings.pause_s, rank=group)(model.parameters())
 
     def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -71,7 +71,7 @@ def main(settings: Settings) -> None:
         optimizer.zero_grad()
         functional.cross_entropy(parallel(inputs), targets).backward()
         optimizer.step()
-        if is_last(settings.folder, manager.current_step()):
+        if is_last(settings.stamps, manager.current_step()):
             break
     manager.shutdown()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,7 @@ from torch import distributed
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the script is run. `folder` is for stamps, the checkpoint, and the word which step is the last."""
-
-    folder: str
-    workers: int
-    rows: int
-    pause_s: float
-    checkpoint_steps: int
+from peers import Settings
 
 
 def main(settings: Settings) -> None:
@@ -37,8 +27,8 @@ def main(settings: Settings) -> None:
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     model = build_model()
-    optimizer = stamping(settings.folder, settings.pause_s)(model.parameters())
-    snapshot = Path(settings.folder, "snapshot.pt")
+    optimizer = stamping(settings.stamps, settings.pause_s)(model.parameters())
+    snapshot = Path(settings.stamps, "snapshot.pt")
     step = _resume(snapshot, model, optimizer)
     parallel = DistributedDataParallel(model)
     for inputs, targets in batches(settings.rows, rank, settings.workers):
@@ -48,7 +38,7 @@ def main(settings: Settings) -> None:
         step += 1
         if rank == 0 and step % settings.checkpoint_steps == 0:
             _save(snapshot, step, model, optimizer)
-        if is_last(settings.folder, step):
+        if is_last(settings.stamps, step):
             break
     distributed.destroy_process_group()
 

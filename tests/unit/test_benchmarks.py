@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import operator
 import os
 import re
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -101,3 +103,11 @@ def test_a_benchmark_that_works_is_shown_and_nothing_is_kept(
     assert "no_such_package is not installed and is not measured" in said.out
     assert "time of a step  2 ms" in said.out
     assert _kept() == before
+
+
+def test_memory_is_that_of_the_process_that_is_measured(run: ModuleType) -> None:
+    """`ru_maxrss` of a new process begins at that of the process that started it, such as this one."""
+    processes = importlib.import_module("processes")
+    cost = processes.run_alone(partial(processes.measured, partial(operator.mul, b"x", 64 << 20)))
+    assert 60 << 20 < cost.grown_bytes < 80 << 20
+    assert cost.seconds > 0
