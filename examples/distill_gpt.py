@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import statistics
 
 import gpt
 
@@ -46,7 +47,9 @@ def main() -> None:
     taught, apart = table(given.seeds, given.alpha, given.temperature)
     print(f"bits per character of the last 5% of the text\n  {'teacher':<10} {judged(gpt.job('small')):.4f}")
     for name, values in (("alone", apart), ("taught", taught)):
-        print(f"  {name:<10} {mean(values):.4f} +- {deviation(values):.4f}  ({', '.join(f'{v:.4f}' for v in values)})")
+        spread = statistics.stdev(values) if len(values) > 1 else math.nan
+        each = ", ".join(f"{value:.4f}" for value in values)
+        print(f"  {name:<10} {statistics.fmean(values):.4f} +- {spread:.4f}  ({each})")
 
 
 def table(seeds: int, alpha: float = 0.5, temperature: float = 1.0) -> tuple[list[float], list[float]]:
@@ -61,18 +64,6 @@ def judged(wanted: tw.Job | tw.Distillation) -> float:
     with contextlib.suppress(RunFinished):
         tw.fit(wanted) if isinstance(wanted, tw.Job) else tw.distill(wanted)
     return tw.evaluate(job)[METRIC]
-
-
-def mean(values: list[float]) -> float:
-    """Return the mean of one or more values."""
-    return sum(values) / len(values)
-
-
-def deviation(values: list[float]) -> float:
-    """Return the sample standard deviation; NaN for one value."""
-    if len(values) < 2:
-        return math.nan
-    return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
 
 
 if __name__ == "__main__":
