@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def plan(job: Job | str) -> Decision: ...
-
-
-@overload
-def plan(job: Distillation) -> Decision: ...
+def plan(job: Job | Distillation | str) -> Decision: ...
 
 
 @overload
