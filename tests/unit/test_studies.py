@@ -88,7 +88,14 @@ def test_what_cannot_be_studied_is_refused() -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def three_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster without accelerators that is connected already."""
+    monkeypatch.setattr(study_trials, "discover", lambda: Cluster.parse("3xCPU"))
+    monkeypatch.setattr(study_trials, "connect", lambda: True)
+
+
+@pytest.fixture
+def ran(three_cpus: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the runs that were started; one whose name ends with `seed1` is finished already."""
     names: list[str] = []
 
@@ -100,8 +107,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return open_run(job.name, job.storage)
 
     monkeypatch.setattr(api, "fit", fit)
-    monkeypatch.setattr(study_trials, "discover", lambda: Cluster.parse("3xCPU"))
-    monkeypatch.setattr(study_trials, "connect", lambda: True)
     return names
 
 
@@ -132,6 +137,7 @@ def test_finished_runs_are_not_run_again(ran: list[str]) -> None:
     assert len(ran) == 6
 
 
+@pytest.mark.usefixtures("three_cpus")
 def test_a_stopped_run_stops_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         state, signal = "stopped", 15
