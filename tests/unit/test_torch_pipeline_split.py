@@ -65,9 +65,26 @@ def passed(cuts: list[tuple[SplitModel, nn.Module]], inputs: Tensor) -> Tensor:
     return logits
 
 
-@settings(max_examples=10)  # 1.5 s of a core each
-@given(entries=st.sets(st.sampled_from(NAMES), min_size=1, max_size=4), rows=st.integers(1, 5), training=st.booleans())
+CUTS = given(
+    entries=st.sets(st.sampled_from(NAMES), min_size=1, max_size=4), rows=st.integers(1, 5), training=st.booleans()
+)
+
+
+@settings(max_examples=4)  # about a second of a core each
+@CUTS
 def test_outputs_and_gradients_are_those_of_the_whole(entries: set[str], rows: int, training: bool) -> None:
+    check_cut(entries, rows, training)
+
+
+@pytest.mark.soak
+@settings(max_examples=60)
+@CUTS
+def test_many_cuts_give_the_outputs_and_gradients_of_the_whole(entries: set[str], rows: int, training: bool) -> None:
+    check_cut(entries, rows, training)
+
+
+def check_cut(entries: set[str], rows: int, training: bool) -> None:
+    """Compare sections that are cut before these entries with the whole model."""
     inputs = torch.linspace(-1, 1, rows * WIDTH, dtype=torch.float64).view(rows, WIDTH)
     ordered = sorted(entries, key=CALLED.__getitem__)
     cuts = sections(ordered, inputs[:1])
