@@ -31,6 +31,12 @@ GROUPS = (
     r"tests/faults/test_[e-r]",
     r"tests/faults/test_[s-z]",
 )
+# Each run by one process too: their ranks are forked from a process that takes ten seconds to import the frameworks.
+FORKING = (
+    r"tests/conformance/test_[a-f]",
+    r"tests/conformance/"
+    r"|tests/unit/test_(meta_models|reduce_scatter|torch_(aborts|gradient_noise|process_groups)|unusual_models)\.py",
+)
 LEAST, MOST = 4, 8  # processes
 CLUSTER: list[Callable[[bool], None]] = []  # what connects this process to its Ray cluster, once it has one
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
@@ -93,8 +99,8 @@ def pytest_collection_finish() -> None:
 
 
 def group_of(test: str) -> str:
-    """Return what one process runs as a whole: files that share a Ray cluster, or a file."""
-    return next((group for group in GROUPS if re.match(group, test)), test.partition("::")[0])
+    """Return what one process runs as a whole: files that share a Ray cluster or the process of ranks, or a file."""
+    return next((group for group in (*GROUPS, *FORKING) if re.match(group, test)), test.partition("::")[0])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
