@@ -9,6 +9,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,12 @@ def named_commands(page: str) -> Iterator[tuple[str, list[str]]]:
                 yield f"{page}:{number}", shlex.split(named)
 
 
+@cache
+def command_line() -> Any:
+    """Return the command `trainwright` with all of its own."""
+    return typer.main.get_command(app)
+
+
 def check_command(where: str, arguments: list[str], *, whole: bool = True) -> None:
     """Let the command line parse a command, without carrying it out, and check the values that it takes as text.
 
@@ -160,7 +167,7 @@ def check_command(where: str, arguments: list[str], *, whole: bool = True) -> No
     Raises:
         AssertionError: there is no such command, option or value.
     """
-    command: Any = typer.main.get_command(app)
+    command = command_line()
     words, shown = list(arguments), f"{where}: trainwright {shlex.join(arguments)}"
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
