@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from trainwright.strategies.torch.training.deferred_init import DeferredInit
 
@@ -89,17 +88,23 @@ def ran_once() -> nn.Module:
 
 
 def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: every process that runs tests loads this module
+
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": 400}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=4, **sizes))
 
 
 def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: every process that runs tests loads this module
+
     ids = {"bos_token_id": 1, "eos_token_id": 1}
     return GPT2LMHeadModel(GPT2Config(n_embd=WIDTH, n_layer=3, n_head=4, vocab_size=400, n_positions=64, **ids))
 
 
 def vit() -> nn.Module:
     """Whose weights are drawn from a truncated normal distribution, in several rounds."""
+    from transformers import ViTConfig, ViTModel  # here: every process that runs tests loads this module
+
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "image_size": 32, "patch_size": 16}
     return ViTModel(ViTConfig(num_hidden_layers=3, num_attention_heads=4, **sizes))
 
