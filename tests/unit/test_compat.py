@@ -60,8 +60,13 @@ class Use:
 
 
 @cache
+def text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@cache
 def tree(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return ast.parse(text(file))
 
 
 def files() -> list[str]:
@@ -70,6 +75,8 @@ def files() -> list[str]:
 
 def uses(file: str) -> Iterator[Use]:
     """Symbols of the libraries that a file imports, and attributes that it takes of what it imports."""
+    if not any(library in text(file) for library in LIBRARIES):
+        return
     names: dict[str, str] = {}
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
@@ -113,6 +120,7 @@ def users(compat: str) -> list[str]:
     found = (
         file
         for file in files()
+        if Path(compat).stem in text(file)
         for node in ast.walk(tree(file))
         if isinstance(node, ast.ImportFrom) and f"{node.module}.{node.names[0].name}".startswith(module)
     )
