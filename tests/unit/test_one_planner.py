@@ -14,7 +14,7 @@ from trainwright.planning.planner import choose
 from trainwright.planning.what_if import SizingRequest, what_if
 from trainwright.strategies.search.plan_ranking import estimate_of
 
-QUESTIONS, PARTS = 200, 10
+QUESTIONS, PARTS = 200, 20
 KINDS = ("A100-80GB", "H100-80GB", "T4-16GB", "L4-24GB", "V100-16GB")
 
 
