@@ -355,13 +355,13 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.parametrize(("what", "most_mib"), [("verify", 160), ("read", 420)])
-def test_memory_is_bounded(what: str, most_mib: int, tmp_path: Path) -> None:
+def test_memory_is_bounded(tmp_path: Path) -> None:
     """Of 320 MiB: verifying takes what is read ahead, reading the file once and that."""
     ref = large(open_store(str(tmp_path)), 10, {"model": bytes(320 * MIB)})
-    arguments = [sys.executable, "-c", _MEASURE, str(tmp_path), ref.path, ref.manifest_sha256, what]
-    grown_mib = int(subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120).stdout)
-    assert grown_mib <= most_mib
+    arguments = [sys.executable, "-c", _MEASURE, str(tmp_path), ref.path, ref.manifest_sha256]
+    for what, most_mib in (("verify", 160), ("read", 420)):
+        done = subprocess.run([*arguments, what], check=True, capture_output=True, text=True, timeout=120)
+        assert int(done.stdout) <= most_mib, what
 
 
 def test_inference_reads_no_optimizer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
