@@ -215,7 +215,9 @@ def test_a_batch_that_is_too_small_for_a_batch_norm_of_vectors_is_refused(
         plan_for(prepared, HERE)
 
 
-def test_a_plan_is_not_shown_for_functions_that_raise(tmp_path: Path) -> None:
+def test_a_plan_is_not_shown_for_functions_that_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.ray_cluster.discovery.connect", lambda: True)
+    monkeypatch.setattr("trainwright.planning.job_preparation.discover", lambda possible: HERE)
     with pytest.raises(UserCodeError, match="loss= raised KeyError"):
         tw.plan(job(tmp_path, loss=torn))
     notes = tw.plan(job(tmp_path, loss=lambda outputs, targets: os.kill(os.getpid(), signal.SIGKILL))).chosen.notes
@@ -595,7 +597,9 @@ def keras_losses() -> dict[str, dict[str, Any]]:
 def test_losses_of_keras_models_that_depend_on_other_rows_are_refused(
     tmp_path: Path, inexact: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, fields in keras_losses().items():
+    losses = keras_losses()
+    for name in (name for name in losses if "compared" in name or not inexact):
+        fields = losses[name]
         wanted = job(tmp_path, **fields, inexact=("batch_norm", *inexact))
         batch = first_rows(wanted, wanted.train, wanted.train.index())
         found = run_trial(TrialTask(job=wanted, train=batch, evaluate=None, total_steps=12))
