@@ -35,6 +35,7 @@ class Mutant:
             expression if it and the replacement are single expressions, and otherwise statements.
         function: search only in functions of this name.
         also: kinds of faults that bring the mutant out.
+        seed: a schedule or power cut that has caught it and is tried first; any other will do once it no longer does.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Mutant:
     replacement: str = ""
     function: str = ""
     also: tuple[str, ...] = ()
+    seed: int = 0
 
 
 def load(mutant: Mutant) -> Any:

@@ -25,6 +25,7 @@ MUTANTS = (
         name="lets busy ranks wait",
         module="trainwright.driver.recovery",
         pattern='turn.call(sorted(state.awaiting - gone), "interrupt", explain)',
+        seed=114,
     ),
     Mutant(
         name="ends before callbacks are told of the last checkpoint",
@@ -44,6 +45,7 @@ MUTANTS = (
         module="trainwright.driver.recovery",
         pattern="_begin_recovery(turn, blame, explain=True)",
         replacement="_begin_recovery(turn, blame, lost=state.awaiting, kill=True)",
+        seed=114,
     ),
     Mutant(
         name="calls a spare that is not up yet",
@@ -71,12 +73,14 @@ MUTANTS = (
         pattern="left >= world.fewest and state.usable_workers(left) > 0",
         replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
+        seed=24,
     ),
     Mutant(
         name="forgets who has which rank when the world shrinks",
         module="trainwright.driver.membership",
         pattern="turn.change(members=PersistentList(members), rank_of=ranks)",
         replacement="turn.change(members=PersistentList(members))",
+        seed=17,
     ),
     Mutant(
         name="grows beyond its bounds",
@@ -91,12 +95,14 @@ MUTANTS = (
         function="_joiners_up",
         pattern="spare.slot is not None and spare.ready",
         replacement="spare.slot is not None",
+        seed=12,
     ),
     Mutant(
         name="gives ranks to more than a plan has",
         module="trainwright.driver.membership",
         pattern="change < 0",
         replacement="change < -8",
+        seed=16,
     ),
     Mutant(
         name="measures plans in the middle of a run",
@@ -105,6 +111,7 @@ MUTANTS = (
         pattern="not begun",
         replacement="True",
         also=("crash",),
+        seed=16,
     ),
     Mutant(
         name="sets two plans aside for one failure",
@@ -113,6 +120,7 @@ MUTANTS = (
         pattern="not trials.trying",
         replacement="not trials.left",
         also=("user",) * 6,
+        seed=62,
     ),
     Mutant(
         name="forgets those who are to go in their groups",
@@ -127,6 +135,7 @@ MUTANTS = (
         pattern="state.copied < taken.step <= latest_usable_step(state)",
         replacement="state.copied > taken.step",
         also=("kill",) * 2,
+        seed=87,
     ),
     Mutant(
         name="forms a group without the worker that is making its last copy",
@@ -140,6 +149,7 @@ MUTANTS = (
         pattern="not keeping.owing and not keeping.spoiled",
         replacement="not keeping.spoiled",
         also=("kill all", "kill two"),
+        seed=24,
     ),
     Mutant(
         name="passes over what is in memory",
@@ -147,18 +157,21 @@ MUTANTS = (
         pattern="state.memory.kept is not None and kept_step > state.committed",
         replacement="False",
         also=("kill all",),
+        seed=38,
     ),
     Mutant(
         name="agrees on the lowest step",
         module="trainwright.driver.rendezvous",
         pattern="sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)",
         replacement="sorted(standing, key=lambda step: -1 if step is None else step)",
+        seed=10,
     ),
     Mutant(
         name="takes a torn state for a sound one",
         module="trainwright.driver.rendezvous",
         pattern="tags[rank].sound",
         replacement="True",
+        seed=28,
     ),
     Mutant(
         name="sends nothing to newcomers",
@@ -171,6 +184,7 @@ MUTANTS = (
         module="trainwright.driver.failure_policy",
         pattern="state.recovery.failures > settings.limits.failures",
         replacement="state.recovery.failures >= max(1, settings.limits.failures)",
+        seed=11,
     ),
     Mutant(
         name="never counts a failure",
@@ -184,6 +198,7 @@ MUTANTS = (
         module="trainwright.driver.recovery",
         pattern="entering or again or (recovery.blame is None and not blame.peer)",
         replacement="True",
+        seed=11,
     ),
     Mutant(
         name="does not count a newcomer's death",
@@ -199,6 +214,7 @@ MUTANTS = (
         function="on_call_raised",
         pattern='kind in ("user", "data")',
         replacement='kind == "data"',
+        seed=61,
     ),
     Mutant(
         name="does not tell idle ranks to leave",
@@ -211,12 +227,14 @@ MUTANTS = (
         module="trainwright.driver.recovery",
         function="on_leave_deadline",
         pattern="_replace(turn, state.awaiting, kill=True)",
+        seed=14,
     ),
     Mutant(
         name="forgets whoever joins when a server is lost",
         module="trainwright.driver.dynamic_members",
         pattern="turn.also_await(frozenset(worker for worker, pending in apart.items() if pending.doing in _CALLED))",
         also=("kill", "kill"),
+        seed=17,
     ),
     Mutant(
         name="ends a generation with a worker that follows a chief",
@@ -226,12 +244,14 @@ MUTANTS = (
         replacement="state.settings.world.spares_rank(state.membership.rank_of[worker])"
         ' and state.settings.world.topology == "independent"',
         also=("kill",),
+        seed=81,
     ),
     Mutant(
         name="has those judge who follow a chief",
         module="trainwright.driver.segments",
         pattern="[state.membership.members[0].worker]",
         replacement="[member.worker for member in state.membership.members]",
+        seed=38,
     ),
     Mutant(
         name="takes processes over that cannot form again",
@@ -247,6 +267,7 @@ MUTANTS = (
         pattern='state.settings.world.reform == "new_process" and kind != "peer"',
         replacement="False",
         also=("storage", "storage"),
+        seed=83,
     ),
     Mutant(
         name="has a process join again that was cut off",
@@ -254,12 +275,14 @@ MUTANTS = (
         pattern='apart.blame is not None and settings.world.reform == "new_process"',
         replacement="False",
         also=("cut", "cut"),
+        seed=39,
     ),
     Mutant(
         name="waits for a server that has raised",
         module="trainwright.driver.recovery",
         pattern="dynamic_members.drop_pending(turn, worker)",
         also=("storage", "storage"),
+        seed=39,
     ),
     Mutant(
         name="takes answers of older generations",
@@ -267,12 +290,14 @@ MUTANTS = (
         pattern="event.generation != state.epoch.generation or not owing or state.phase is Phase.CLOSING",
         replacement="event.worker not in state.membership.rank_of",
         also=("kill", "user"),
+        seed=24,
     ),
     Mutant(
         name="does not time a hang",
         module="trainwright.driver.segments",
         function="_call_run",
         pattern="dynamic_members.arm_hang_timer(turn)",
+        seed=113,
     ),
     Mutant(
         name="waits for the files of a dead uploader",
@@ -312,6 +337,7 @@ MUTANTS = (
         pattern="turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None",
         replacement="turn.state.phase is Phase.CLOSING",
         also=("commit slow", "stop now"),
+        seed=68,
     ),
     Mutant(
         name="ends workers that another driver has taken over",
@@ -326,6 +352,7 @@ MUTANTS = (
         pattern="max(0, state.position.progress - restore_plan.step, state.position.told - restore_plan.step)",
         replacement="max(0, state.position.progress - restore_plan.step)",
         also=("crash",),
+        seed=394,
     ),
     Mutant(
         name="ends the run where a checkpoint is damaged",
@@ -333,24 +360,28 @@ MUTANTS = (
         pattern="bool(state.checkpoints.older) or state.phase is Phase.GATHERING",
         replacement="False",
         also=("checkpoint damaged",),
+        seed=18,
     ),
     Mutant(
         name="lets workers live when the log is lost",
         module="trainwright.driver.state_machine",
         pattern="membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="membership.drop_all_workers(turn)",
+        seed=11,
     ),
     Mutant(
         name="lets the best checkpoint be deleted",
         module="trainwright.driver.checkpointing",
         pattern="_paths_to_hold(state, upload.step)",
         replacement="()",
+        seed=28,
     ),
     Mutant(
         name="goes on without the checkpoint of the best evaluation",
         module="trainwright.driver.segments",
         pattern="is_best_unsaved(turn.state) and turn.state.checkpoints.upload is not None",
         replacement="False",
+        seed=41,
     ),
     Mutant(
         name="leaves a rank out of the evaluation",
@@ -379,6 +410,7 @@ MUTANTS = (
         function="record_crash_loop",
         pattern="loop.times < CRASH_LOOP_FAILURES",
         replacement="False",
+        seed=11,
     ),
     Mutant(
         name="passes more batches by than allowed",
@@ -393,17 +425,20 @@ MUTANTS = (
         module="trainwright.driver.step_traces",
         pattern="(*tracing.get(event.worker, ()), rank)",
         replacement="(rank,)",
+        seed=230,
     ),
     Mutant(
         name="ends before traces are written",
         module="trainwright.driver.state_machine",
         pattern="closing and not step_traces.delays_end(turn)",
         replacement="closing",
+        seed=51,
     ),
     Mutant(
         name="waits for ever for traces",
         module="trainwright.driver.step_traces",
         pattern='turn.arm("trace", _END_DEADLINE_S)',
+        seed=51,
     ),
     Mutant(
         name="recovers from a trace that could not be written",
@@ -411,6 +446,7 @@ MUTANTS = (
         function="_on_call_raised",
         pattern="step_traces.on_trace_raised(turn, event)",
         replacement="recovery.on_call_raised(turn, event)",
+        seed=22,
     ),
 )
 
@@ -427,6 +463,7 @@ STORAGE_MUTANTS = (
         module="trainwright.storage.run_log",
         pattern="number = self._top + 1",
         replacement="number = head.number + 1 if head else 1",
+        seed=22,
     ),
     Mutant(
         name="believes a hint that names a torn entry alone",
@@ -451,6 +488,7 @@ STORAGE_MUTANTS = (
         module="trainwright.storage.event_files",
         pattern="number <= file.last",
         replacement="False",
+        seed=66,
     ),
     Mutant(
         name="deletes batches that only a torn packed file covers",
@@ -490,7 +528,7 @@ LINKS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, record_property: pytest.RecordProperty) -> None:
     code = load(mutant)
-    for seed in range(SCHEDULES):
+    for seed in dict.fromkeys((mutant.seed, *range(SCHEDULES))):
         try:
             simulate(draw(seed, also=mutant.also), code)
         except Exception as error:  # a wrong driver may fail in any way
@@ -503,7 +541,7 @@ def test_mutant_is_caught(mutant: Mutant, record_property: pytest.RecordProperty
 @pytest.mark.parametrize("mutant", STORAGE_MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_of_what_is_stored_is_caught(mutant: Mutant) -> None:
     code = load_storage(mutant)
-    for seed in range(CUTS):
+    for seed in dict.fromkeys((mutant.seed, *range(CUTS))):
         try:
             attack(record(Random(seed)), Random(seed), code)
         except Exception as error:  # wrong code may fail in any way
