@@ -18,6 +18,7 @@ from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
 from trainwright.datasets.data_source import Arrays, Rows
 from trainwright.datasets.formats.parquet import ParquetLoader
+from trainwright.datasets.loading import batch_loader
 from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.datasets.row_reader import RowReader
@@ -180,12 +181,13 @@ def test_one_null_costs_one_sample_and_not_its_row_group(
     reads: list[int] = []
     read = ParquetLoader._read
     monkeypatch.setattr(ParquetLoader, "_read", lambda self, *args: (reads.append(1), read(self, *args))[1])
+    monkeypatch.setattr(batch_loader, "MEMORY_BYTES", memory_bytes)
     values = [None if row == 77 else row / 2 for row in range(1000)]
     pq.write_table(pa.table({"id": range(1000), "x": values}), tmp_path / "a.parquet", row_group_size=100)
     told: list[SkippedSample] = []
     stream = BatchLoader(
         parquet(str(tmp_path)), batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), shuffle=False,
-        memory_bytes=memory_bytes, epochs=2, salvage=SkippingReader(1, told.append),
+        epochs=2, salvage=SkippingReader(1, told.append),
     )  # fmt: skip
     with stream.feeds(0) as feeds:
         batches = [feed.parts[0][0] for feed in feeds]

@@ -13,6 +13,7 @@ import pytest
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
 from trainwright.datasets import from_torch, mix, parquet, split, table
+from trainwright.datasets.loading import batch_loader
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.datasets.ops import samplers
 
@@ -44,10 +45,12 @@ def test_the_order_depends_on_seed_and_epoch_alone(data: Any) -> None:
     assert whole != batches(data, seed=5) and whole[: len(whole) // 2] != whole[len(whole) // 2 :]
 
 
-def test_rows_are_drawn_by_their_weights(tmp_path: Path) -> None:
+def test_rows_are_drawn_by_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table(DATA), tmp_path / "data.parquet", row_group_size=20)
     drawn = [batches(data.weighted("w", 4000)) for data in (table(DATA), parquet(str(tmp_path)))]
-    assert drawn[0] == drawn[1] == batches(parquet(str(tmp_path)).weighted("w", 4000), memory_bytes=4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_loader, "MEMORY_BYTES", 4096)
+        assert drawn[0] == drawn[1] == batches(parquet(str(tmp_path)).weighted("w", 4000))
     counts = np.bincount(np.concatenate(drawn[0]), minlength=ROWS)
     assert counts.sum() == 2 * 4000 and not counts[WEIGHTS == 0].any()
     shares = [counts[weight == WEIGHTS].mean() for weight in (1.0, 2.0, 3.0)]
