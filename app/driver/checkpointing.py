@@ -34,27 +34,27 @@ from trainwright.driver.persistent_collections import PersistentSet
 from trainwright.driver.run_policy import RunPolicy
 
 
-def on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
+def on_lease_acquired(transition: Transition, event: m.LeaseAcquired) -> None:
     """Note the checkpoints that the run has already."""
-    turn.change(
-        head=event.head, older=event.older, saved_s=turn.now_s,
+    transition.change(
+        head=event.head, older=event.older, saved_s=transition.now_s,
         kept=event.kept, versions=event.kept.version if event.kept else 0,
     )  # fmt: skip
-    if event.kept is not None and event.kept.step > latest_usable_step(turn.state):
-        turn.change(kept=None)
+    if event.kept is not None and event.kept.step > latest_usable_step(transition.state):
+        transition.change(kept=None)
 
 
-def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
+def on_state_restored(transition: Transition, tags: Mapping[int, StateTag]) -> None:
     """Choose the ranks that write checkpoints, once all ranks are restored."""
-    state = turn.state
+    state = transition.state
     assert state.epoch.restore_plan is not None, "there is a restore plan"
     nodes = [member.node for member in state.membership.members]
     keepers = () if state.memory.keep_off else choose_memory_copy_ranks(tags, nodes, state.settings.world.reform)
-    turn.change(
+    transition.change(
         writers=choose_writers(tags),
         keepers=keepers,
         neighbours=choose_neighbours(tags, nodes, keepers),
-        kept_s=turn.now_s if state.epoch.restore_plan.source != "keeper" else state.memory.kept_s,
+        kept_s=transition.now_s if state.epoch.restore_plan.source != "keeper" else state.memory.kept_s,
         replicas=tuple(sorted(rank for rank, tag in tags.items() if len(tag.pieces) == tag.total)),
         just_in_time=None,
         considered=-1,
@@ -115,47 +115,49 @@ def _paths_to_hold(state: DriverState, step: int) -> tuple[str, ...]:
     return tuple(ref.path for ref in named if best is not None and ref.step == best.step)
 
 
-def skip_if_upload_runs(turn: Transition) -> None:
+def skip_if_upload_runs(transition: Transition) -> None:
     """Skip a checkpoint that is due while another is being uploaded, unless it is the last one."""
-    checkpoints, step = turn.state.checkpoints, turn.state.position.step
-    if checkpoints.upload is None or checkpoints.upload.step == step or turn.state.committed >= step:
+    checkpoints, step = transition.state.checkpoints, transition.state.position.step
+    if checkpoints.upload is None or checkpoints.upload.step == step or transition.state.committed >= step:
         return
-    if checkpoint_due(turn.settings, step) and checkpoints.considered != step and not turn.state.ending:
-        turn.change(considered=step)
+    if checkpoint_due(transition.settings, step) and checkpoints.considered != step and not transition.state.ending:
+        transition.change(considered=step)
         reason = f"the checkpoint of step {checkpoints.upload.step} is still being written"
-        turn.emit(CheckpointSkipped(step=step, reason=reason))
+        transition.emit(CheckpointSkipped(step=step, reason=reason))
 
 
-def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"], writers: tuple[int, ...] | None = None) -> None:
+def take_snapshot(
+    transition: Transition, *verbs: Literal["upload", "keep"], writers: tuple[int, ...] | None = None
+) -> None:
     """Copy the state on the ranks that write to the store, to memory, or to both; `writers` replaces the first ones."""
     if writers is not None:
-        turn.change(writers=writers)
-    state = turn.state
+        transition.change(writers=writers)
+    state = transition.state
     ranks = {"upload": frozenset(state.checkpoints.writers), "keep": frozenset(state.memory.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
     workers = [state.membership.members[rank].worker for rank in copying]
-    turn.enter(Phase.SNAPSHOTTING, copying=verbs)
-    turn.await_workers(workers)
+    transition.enter(Phase.SNAPSHOTTING, copying=verbs)
+    transition.await_workers(workers)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
-        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.position.step, verbs=own))
-    turn.arm("hang", state.hang_deadline_s)
+        transition.call([worker], "snapshot", m.SnapshotRequest(step=state.position.step, verbs=own))
+    transition.arm("hang", state.hang_deadline_s)
 
 
-def on_snapshots_taken(turn: Transition) -> None:
+def on_snapshots_taken(transition: Transition) -> None:
     """Have the copies stored while the ranks continue."""
-    state = turn.state
+    state = transition.state
     copies: Mapping[int, m.SnapshotTaken] = state.answers
     assert all(copy.step == state.position.step for copy in copies.values()), "copies of another step"
-    turn.enter(Phase.READY)
+    transition.enter(Phase.READY)
     if "upload" in state.checkpoints.copying:
-        _begin_upload(turn, [copies[rank] for rank in state.checkpoints.writers])
+        _begin_upload(transition, [copies[rank] for rank in state.checkpoints.writers])
     if "keep" in state.checkpoints.copying:
-        _begin_memory_copy(turn, copies)
+        _begin_memory_copy(transition, copies)
 
 
-def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
-    state, checkpoints, step = turn.state, turn.state.checkpoints, turn.state.position.step
+def _begin_upload(transition: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
+    state, checkpoints, step = transition.state, transition.state.checkpoints, transition.state.position.step
     again = 0 if step > checkpoints.named else checkpoints.uploads
     workers = [state.membership.members[rank].worker for rank in checkpoints.writers]
     upload = CheckpointUpload(
@@ -164,99 +166,103 @@ def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
         owing=PersistentSet(workers),
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
-        started_s=turn.now_s,
+        started_s=transition.now_s,
     )
-    turn.change(
+    transition.change(
         upload=upload, uploads=checkpoints.uploads + 1, named=max(checkpoints.named, step),
-        considered=step, saved_s=turn.now_s, saving_s=upload.blocked_s,
+        considered=step, saved_s=transition.now_s, saving_s=upload.blocked_s,
     )  # fmt: skip
-    turn.call(workers, "upload", upload.path)
+    transition.call(workers, "upload", upload.path)
 
 
-def on_upload_returned(turn: Transition, event: m.CallReturned) -> None:
+def on_upload_returned(transition: Transition, event: m.CallReturned) -> None:
     """Note the stored files of one writer; commit the checkpoint after the last one."""
-    upload = _current_upload(turn)
-    turn.change(upload=replace(upload, owing=upload.owing - {event.worker}, files=upload.files + tuple(event.value)))
-    _commit_if_complete(turn)
+    upload = _current_upload(transition)
+    transition.change(
+        upload=replace(upload, owing=upload.owing - {event.worker}, files=upload.files + tuple(event.value))
+    )
+    _commit_if_complete(transition)
 
 
-def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
+def drop_upload_workers(transition: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
     """Give up a checkpoint of which these workers owe files, because they will deliver none."""
-    upload = turn.state.checkpoints.upload
+    upload = transition.state.checkpoints.upload
     if upload is None or not upload.owing & workers:
         return
     trouble = upload.trouble or trouble or WorkerLost("the process that was writing it ended")
-    turn.change(upload=replace(upload, owing=upload.owing - workers, trouble=trouble))
-    _commit_if_complete(turn)
+    transition.change(upload=replace(upload, owing=upload.owing - workers, trouble=trouble))
+    _commit_if_complete(transition)
 
 
-def on_committed(turn: Transition, event: m.CheckpointCommitted) -> None:
+def on_committed(transition: Transition, event: m.CheckpointCommitted) -> None:
     """Note that the run log names the checkpoint."""
-    upload = _current_upload(turn)
+    upload = _current_upload(transition)
     assert event.checkpoint.path == upload.path, "the answer to another commit"
-    turn.change(head=event.checkpoint, older=event.older, attempts=0, upload_s=turn.now_s - upload.started_s)
-    turn.emit(
+    transition.change(
+        head=event.checkpoint, older=event.older, attempts=0, upload_s=transition.now_s - upload.started_s
+    )
+    transition.emit(
         Checkpointed(
             step=upload.step,
             path=upload.path,
             size_bytes=upload.size_bytes,
             blocked_s=upload.blocked_s,
-            seconds=turn.now_s - upload.started_s,
+            seconds=transition.now_s - upload.started_s,
         )
     )
-    _end_upload(turn)
+    _end_upload(transition)
 
 
-def note_announced(turn: Transition, report: m.SegmentReport | None = None) -> None:
+def note_announced(transition: Transition, report: m.SegmentReport | None = None) -> None:
     """Note that callbacks were told of checkpoints: rank 0 has taken a step since, or reports a segment's end."""
-    checkpoints = turn.state.checkpoints
-    turn.change(
-        announced=max(checkpoints.announced, turn.state.segment.announcing),
+    checkpoints = transition.state.checkpoints
+    transition.change(
+        announced=max(checkpoints.announced, transition.state.segment.announcing),
         announces=report.announces if report is not None else checkpoints.announces,
     )
 
 
-def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
+def on_commit_failed(transition: Transition, event: m.CommitFailed) -> None:
     """Give up a checkpoint that the run log does not name, because it could not be written."""
-    turn.change(upload=replace(_current_upload(turn), trouble=event.error))
-    _skip_checkpoint(turn)
+    transition.change(upload=replace(_current_upload(transition), trouble=event.error))
+    _skip_checkpoint(transition)
 
 
-def await_upload(turn: Transition) -> None:
+def await_upload(transition: Transition) -> None:
     """Let the ranks wait for the upload under way, until its deadline; the answer to a commit is always waited for."""
-    turn.enter(Phase.WAITING)
-    if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
-        turn.arm("upload", turn.settings.saving.upload_deadline_s)
+    transition.enter(Phase.WAITING)
+    if transition.state.checkpoints.upload is not None and not transition.state.checkpoints.upload.committing:
+        transition.arm("upload", transition.settings.saving.upload_deadline_s)
 
 
-def abandon_upload(turn: Transition, reason: str) -> None:
+def abandon_upload(transition: Transition, reason: str) -> None:
     """Stop waiting for files, because the run ends: writers may still be busy, and cannot write another checkpoint.
 
     A commit under way is always waited for, so that entries of the log stay in order.
     """
-    upload = turn.state.checkpoints.upload
+    upload = transition.state.checkpoints.upload
     if upload is not None and not upload.committing:
-        turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
-        _skip_checkpoint(turn)
+        transition.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
+        _skip_checkpoint(transition)
 
 
-def drop_damaged_head(turn: Transition) -> None:
+def drop_damaged_head(transition: Transition) -> None:
     """Take the checkpoint before the newest one, which is damaged, as the newest."""
-    *older, head = turn.state.checkpoints.older
-    turn.change(head=head, older=tuple(older))
+    *older, head = transition.state.checkpoints.older
+    transition.change(head=head, older=tuple(older))
 
 
-def _commit_if_complete(turn: Transition) -> None:
-    upload, state = _current_upload(turn), turn.state
+def _commit_if_complete(transition: Transition) -> None:
+    upload, state = _current_upload(transition), transition.state
     if upload.owing:
         return
     if upload.trouble is not None:
-        _skip_checkpoint(turn)
+        _skip_checkpoint(transition)
         return
-    turn.disarm("upload")  # the answer to a commit is always waited for
-    turn.change(upload=replace(upload, committing=True))
+    transition.disarm("upload")  # the answer to a commit is always waited for
+    transition.change(upload=replace(upload, committing=True))
     parent = state.checkpoints.head.path if state.checkpoints.head else ""
-    turn.want(
+    transition.want(
         m.CommitCheckpoint(
             step=upload.step,
             path=upload.path,
@@ -267,26 +273,26 @@ def _commit_if_complete(turn: Transition) -> None:
     )
 
 
-def _skip_checkpoint(turn: Transition) -> None:
+def _skip_checkpoint(transition: Transition) -> None:
     """Report a failed upload. It counts as an attempt if the run waits for it and storage is the cause."""
-    upload, state = _current_upload(turn), turn.state
+    upload, state = _current_upload(transition), transition.state
     needed = state.phase is Phase.WAITING and state.ending and upload.step == state.position.step
     if needed and not isinstance(upload.trouble, WorkerLost):
-        since_s = state.checkpoints.failing_s if state.checkpoints.attempts else turn.now_s
-        turn.change(attempts=state.checkpoints.attempts + 1, trouble=upload.trouble, failing_s=since_s)
-    turn.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
-    _end_upload(turn)
+        since_s = state.checkpoints.failing_s if state.checkpoints.attempts else transition.now_s
+        transition.change(attempts=state.checkpoints.attempts + 1, trouble=upload.trouble, failing_s=since_s)
+    transition.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
+    _end_upload(transition)
 
 
-def _end_upload(turn: Transition) -> None:
-    turn.disarm("upload")
-    turn.change(upload=None)
-    if turn.state.phase is Phase.WAITING:
-        turn.enter(Phase.READY)
+def _end_upload(transition: Transition) -> None:
+    transition.disarm("upload")
+    transition.change(upload=None)
+    if transition.state.phase is Phase.WAITING:
+        transition.enter(Phase.READY)
 
 
-def _current_upload(turn: Transition) -> CheckpointUpload:
-    upload = turn.state.checkpoints.upload
+def _current_upload(transition: Transition) -> CheckpointUpload:
+    upload = transition.state.checkpoints.upload
     assert upload is not None, "nothing is being uploaded"
     return upload
 
@@ -349,28 +355,28 @@ def wants_memory_copy(state: DriverState, now_s: float) -> bool:
     return state.position.step > state.copied and now_s - state.memory.kept_s >= interval_s
 
 
-def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
-    state = turn.state
+def _begin_memory_copy(transition: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
+    state = transition.state
     workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
         version=_next_version(state),
         step=state.position.step,
         owing=PersistentSet(workers),
         blocked_s=max(copies[rank].blocked_s for rank in state.memory.keepers),
-        started_s=turn.now_s,
+        started_s=transition.now_s,
         neighbours=state.memory.neighbours,
     )
-    turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
+    transition.change(keeping=keeping, versions=keeping.version, kept_s=transition.now_s, copied_s=keeping.blocked_s)
     hold = (state.memory.kept.version,) if state.memory.kept else ()
     request = m.MemoryCopyRequest(version=keeping.version, hold=hold, neighbours=state.memory.neighbours)
-    turn.call(workers, "keep", request)
+    transition.call(workers, "keep", request)
 
 
 def _next_version(state: DriverState) -> int:
     return max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1
 
 
-def request_just_in_time_copy(turn: Transition, workers: Set[int]) -> frozenset[int]:
+def request_just_in_time_copy(transition: Transition, workers: Set[int]) -> frozenset[int]:
     """Have one of these idle workers, whose processes are to be replaced, copy its state into memory first.
 
     That is just-in-time checkpointing (Gupta et al., EuroSys 2024). A survivor of a failure has completed more steps
@@ -381,8 +387,13 @@ def request_just_in_time_copy(turn: Transition, workers: Set[int]) -> frozenset[
     Returns:
         the worker that is asked, and will answer `leave`; none if no copy is wanted, or none of them can make it.
     """
-    state, memory, world, blame = turn.state, turn.state.memory, turn.settings.world, turn.state.recovery.blame
-    if turn.settings.saving.keep_s is None or memory.keep_off or memory.just_in_time is not None:
+    state, memory, world, blame = (
+        transition.state,
+        transition.state.memory,
+        transition.settings.world,
+        transition.state.recovery.blame,
+    )
+    if transition.settings.saving.keep_s is None or memory.keep_off or memory.just_in_time is not None:
         return frozenset()
     if world.topology != "collective" or world.devices[0] != "cpu" or state.trials is not None:
         return frozenset()
@@ -397,17 +408,17 @@ def request_just_in_time_copy(turn: Transition, workers: Set[int]) -> frozenset[
     if found:
         version = _next_version(state)
         hold = tuple(copy.version for copy in (memory.kept, memory.keeping) if copy is not None)
-        turn.change(
-            versions=version, just_in_time=JustInTimeCopy(worker=found[0], version=version, started_s=turn.now_s)
+        transition.change(
+            versions=version, just_in_time=JustInTimeCopy(worker=found[0], version=version, started_s=transition.now_s)
         )
-        turn.call(found, "leave", m.MemoryCopyRequest(version=version, hold=hold))
+        transition.call(found, "leave", m.MemoryCopyRequest(version=version, hold=hold))
     return frozenset(found)
 
 
-def request_survivors_copy(turn: Transition, rank: int) -> frozenset[int]:
+def request_survivors_copy(transition: Transition, rank: int) -> frozenset[int]:
     """Have a worker of the previous driver that holds the whole state copy it; see `request_just_in_time_copy`."""
-    turn.change(replicas=(rank,))
-    return request_just_in_time_copy(turn, frozenset({turn.state.membership.members[rank].worker}))
+    transition.change(replicas=(rank,))
+    return request_just_in_time_copy(transition, frozenset({transition.state.membership.members[rank].worker}))
 
 
 def makes_just_in_time_copy(state: DriverState, worker: int) -> bool:
@@ -415,89 +426,89 @@ def makes_just_in_time_copy(state: DriverState, worker: int) -> bool:
     return state.memory.just_in_time is not None and state.memory.just_in_time.worker == worker
 
 
-def on_just_in_time_copy_taken(turn: Transition, taken: m.MemoryCopyTaken | None) -> None:
+def on_just_in_time_copy_taken(transition: Transition, taken: m.MemoryCopyTaken | None) -> None:
     """Use the copy of a worker that leaves, if it is newer than the others and may be restored.
 
     If it could not make one, another may be asked.
     """
-    state, just_in_time, former = turn.state, turn.state.memory.just_in_time, turn.state.memory.kept
+    state, just_in_time, former = transition.state, transition.state.memory.just_in_time, transition.state.memory.kept
     assert just_in_time is not None, "no copy was requested"
     if taken is None or not (taken.files or taken.trouble):
-        turn.change(just_in_time=None)
+        transition.change(just_in_time=None)
         return
-    turn.change(just_in_time=replace(just_in_time, taken=True))
+    transition.change(just_in_time=replace(just_in_time, taken=True))
     if taken.trouble:
-        turn.emit(Noted(text=f"a survivor did not copy its state: {taken.trouble}"))
+        transition.emit(Noted(text=f"a survivor did not copy its state: {taken.trouble}"))
     if taken.files and state.copied < taken.step <= latest_usable_step(state):
         kept = m.MemoryCheckpoint(version=just_in_time.version, step=taken.step, files=taken.files)
-        _use_memory_copy(turn, kept, 0.0, just_in_time.started_s)
-        turn.change(former=former)
+        _use_memory_copy(transition, kept, 0.0, just_in_time.started_s)
+        transition.change(former=former)
 
 
-def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
+def on_memory_copy_returned(transition: Transition, event: m.CallReturned) -> None:
     """Note one rank's files in memory; the copy is complete after the last one."""
-    memory, keeping, taken = turn.state.memory, _current_memory_copy(turn.state), event.value
-    turn.change(keeping=replace(keeping, files=keeping.files + taken.files))
+    memory, keeping, taken = transition.state.memory, _current_memory_copy(transition.state), event.value
+    transition.change(keeping=replace(keeping, files=keeping.files + taken.files))
     if taken.trouble and memory.neighbours == keeping.neighbours and memory.neighbours and not keeping.spoiled:
-        turn.change(neighbours=())
-        turn.emit(Noted(text=f"copies of the state stay in the memory of their own nodes: {taken.trouble}"))
-    _drop_memory_copy_owing(turn, frozenset({event.worker}))
+        transition.change(neighbours=())
+        transition.emit(Noted(text=f"copies of the state stay in the memory of their own nodes: {taken.trouble}"))
+    _drop_memory_copy_owing(transition, frozenset({event.worker}))
 
 
-def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
+def drop_memory_copy_workers(transition: Transition, workers: frozenset[int]) -> None:
     """Give up an in-memory copy of which these workers owe files, because they will deliver none."""
-    keeping, just_in_time = turn.state.memory.keeping, turn.state.memory.just_in_time
+    keeping, just_in_time = transition.state.memory.keeping, transition.state.memory.just_in_time
     if just_in_time is not None and just_in_time.worker in workers and not just_in_time.taken:
-        turn.change(just_in_time=None)
+        transition.change(just_in_time=None)
     if keeping is not None and keeping.owing & workers:
-        turn.change(keeping=replace(keeping, spoiled=True))
-        _drop_memory_copy_owing(turn, workers)
+        transition.change(keeping=replace(keeping, spoiled=True))
+        _drop_memory_copy_owing(transition, workers)
 
 
-def discard_memory_copies_from(turn: Transition, step: int) -> None:
+def discard_memory_copies_from(transition: Transition, step: int) -> None:
     """Use no in-memory copy of this step or later, in this driver or in the next."""
-    kept, keeping = turn.state.memory.kept, turn.state.memory.keeping
-    turn.change(former=None)
+    kept, keeping = transition.state.memory.kept, transition.state.memory.keeping
+    transition.change(former=None)
     if kept is not None and kept.step >= step:
-        turn.change(kept=None)
-        turn.want(m.MarkComplete(kept=None))
+        transition.change(kept=None)
+        transition.want(m.MarkComplete(kept=None))
     if keeping is not None and keeping.step >= step:
-        turn.change(keeping=replace(keeping, spoiled=True))
+        transition.change(keeping=replace(keeping, spoiled=True))
 
 
-def forget_memory_checkpoint(turn: Transition) -> None:
+def forget_memory_checkpoint(transition: Transition) -> None:
     """Do not restore from the in-memory checkpoint again, because a worker could not read it; try that before it."""
-    turn.change(kept=turn.state.memory.former, former=None)
+    transition.change(kept=transition.state.memory.former, former=None)
 
 
-def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
+def on_memory_copy_refused(transition: Transition, event: m.CallRaised) -> None:
     """Stop in-memory checkpoints, because a node has no memory for one."""
-    turn.change(keepers=(), keep_off=True)
-    turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
-    drop_memory_copy_workers(turn, frozenset({event.worker}))
+    transition.change(keepers=(), keep_off=True)
+    transition.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
+    drop_memory_copy_workers(transition, frozenset({event.worker}))
 
 
-def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
-    keeping = _current_memory_copy(turn.state)
+def _drop_memory_copy_owing(transition: Transition, workers: frozenset[int]) -> None:
+    keeping = _current_memory_copy(transition.state)
     keeping = replace(keeping, owing=keeping.owing - workers)
-    turn.change(keeping=keeping if keeping.owing else None)
+    transition.change(keeping=keeping if keeping.owing else None)
     if not keeping.owing and not keeping.spoiled:
         kept = m.MemoryCheckpoint(version=keeping.version, step=keeping.step, files=keeping.files)
-        _use_memory_copy(turn, kept, keeping.blocked_s, keeping.started_s)
+        _use_memory_copy(transition, kept, keeping.blocked_s, keeping.started_s)
 
 
-def _use_memory_copy(turn: Transition, kept: m.MemoryCheckpoint, blocked_s: float, started_s: float) -> None:
+def _use_memory_copy(transition: Transition, kept: m.MemoryCheckpoint, blocked_s: float, started_s: float) -> None:
     """Restore from this copy from now on, unless a newer one was complete earlier."""
-    former = turn.state.memory.kept
+    former = transition.state.memory.kept
     if former is not None and former.version > kept.version:
         return
-    turn.change(kept=kept, former=None)
-    turn.want(m.MarkComplete(kept=kept))
+    transition.change(kept=kept, former=None)
+    transition.want(m.MarkComplete(kept=kept))
     nodes, sizes = {item.node for item in kept.files}, {item.file.name: item.file.size_bytes for item in kept.files}
-    turn.emit(
+    transition.emit(
         Kept(
             step=kept.step, size_bytes=sum(sizes.values()), nodes=sorted(nodes),
-            blocked_s=blocked_s, seconds=turn.now_s - started_s,
+            blocked_s=blocked_s, seconds=transition.now_s - started_s,
         )
     )  # fmt: skip
 

@@ -61,102 +61,102 @@ def failed_event(state: DriverState, worker: int, rank: int, cause: str, detail:
     )
 
 
-def start_recovery(turn: Transition) -> None:
+def start_recovery(transition: Transition) -> None:
     """Note when the recovery started, unless one runs already, and forget the stack traces of an earlier one."""
-    since_s = turn.state.recovery.since_s if turn.state.phase in RECOVERY_PHASES else turn.now_s
-    turn.change(since_s=since_s, stacks=PersistentMap())
+    since_s = transition.state.recovery.since_s if transition.state.phase in RECOVERY_PHASES else transition.now_s
+    transition.change(since_s=since_s, stacks=PersistentMap())
 
 
-def set_cause(turn: Transition, cause: FailureCause | None) -> None:
+def set_cause(transition: Transition, cause: FailureCause | None) -> None:
     """Note the cause of the failure that the driver recovers from; None for no failure."""
-    turn.change(blame=cause)
+    transition.change(blame=cause)
 
 
-def set_suspect(turn: Transition, cause: FailureCause | None) -> None:
+def set_suspect(transition: Transition, cause: FailureCause | None) -> None:
     """Note a failure that a step can be the reason for."""
-    turn.change(suspect=cause)
+    transition.change(suspect=cause)
 
 
-def on_stacks_returned(turn: Transition, event: m.CallReturned) -> None:
+def on_stacks_returned(transition: Transition, event: m.CallReturned) -> None:
     """Keep the stack trace of a rank that hung."""
-    state = turn.state
+    state = transition.state
     rank = state.membership.rank_of[event.worker]
-    turn.change(stacks=state.recovery.stacks.put(rank, event.value))
-    turn.emit(Stacks(worker=event.worker, rank=rank, node=state.membership.members[rank].node, text=event.value))
+    transition.change(stacks=state.recovery.stacks.put(rank, event.value))
+    transition.emit(Stacks(worker=event.worker, rank=rank, node=state.membership.members[rank].node, text=event.value))
 
 
-def count_failure(turn: Transition) -> None:
+def count_failure(transition: Transition) -> None:
     """Count a failure, in a row and within the hour."""
-    state = turn.state
-    recent = tuple(failed_s for failed_s in state.recovery.failed_s if failed_s > turn.now_s - _SECONDS_PER_HOUR)
-    turn.change(failures=state.recovery.failures + 1, failed_s=(*recent, turn.now_s))
+    state = transition.state
+    recent = tuple(failed_s for failed_s in state.recovery.failed_s if failed_s > transition.now_s - _SECONDS_PER_HOUR)
+    transition.change(failures=state.recovery.failures + 1, failed_s=(*recent, transition.now_s))
 
 
-def uncount_failure(turn: Transition) -> None:
+def uncount_failure(transition: Transition) -> None:
     """Take back the last failure, which turned out to be none of the run."""
-    recovery = turn.state.recovery
-    turn.change(failures=recovery.failures - 1, failed_s=recovery.failed_s[:-1], suspect=None)
+    recovery = transition.state.recovery
+    transition.change(failures=recovery.failures - 1, failed_s=recovery.failed_s[:-1], suspect=None)
 
 
-def count_member_failure(turn: Transition, ranks: frozenset[int], *, in_vain: bool) -> None:
+def count_member_failure(transition: Transition, ranks: frozenset[int], *, in_vain: bool) -> None:
     """Count the loss of dynamic members; losses of several ranks at about the same time are one failure.
 
     Args:
         ranks: ranks of the members.
         in_vain: whether they had not yet taken part, so that this is a failure of its own.
     """
-    recovery = turn.state.recovery
-    alike = bool(recovery.losing) and turn.now_s - recovery.failed_s[-1] < _SAME_FAILURE_S
+    recovery = transition.state.recovery
+    alike = bool(recovery.losing) and transition.now_s - recovery.failed_s[-1] < _SAME_FAILURE_S
     if in_vain or not alike or ranks & recovery.losing:
-        count_failure(turn)
-    turn.change(losing=recovery.losing | ranks)
+        count_failure(transition)
+    transition.change(losing=recovery.losing | ranks)
 
 
-def forget_lost_members(turn: Transition) -> None:
+def forget_lost_members(transition: Transition) -> None:
     """Let the next loss of a dynamic member count as a failure of its own."""
-    turn.change(losing=frozenset())
+    transition.change(losing=frozenset())
 
 
-def note_step(turn: Transition, step: int) -> None:
+def note_step(transition: Transition, step: int) -> None:
     """Note a completed step. A step that was never completed before clears the failures, but not the current one."""
-    state, recovery = turn.state, turn.state.recovery
+    state, recovery = transition.state, transition.state.recovery
     if step > state.position.high and (recovery.failures or recovery.losing):
         failures = min(recovery.failures, 1) if state.phase in RECOVERY_PHASES else 0
-        turn.change(failures=failures, losing=frozenset())
-    turn.reached(step)
+        transition.change(failures=failures, losing=frozenset())
+    transition.reached(step)
 
 
-def on_state_restored(turn: Transition, step: int) -> None:
+def on_state_restored(transition: Transition, step: int) -> None:
     """Forget losses of steps that are done again, and a spike before which the ranks were restored."""
-    losses = tuple((done, loss) for done, loss in turn.state.recovery.losses if done <= step)
-    turn.change(losses=losses, spiked=0)
+    losses = tuple((done, loss) for done, loss in transition.state.recovery.losses if done <= step)
+    transition.change(losses=losses, spiked=0)
 
 
-def is_given_up(turn: Transition) -> bool:
+def is_given_up(transition: Transition) -> bool:
     """End the run with the error of the last failure if there were too many; return whether it did."""
-    state, settings = turn.state, turn.settings
+    state, settings = transition.state, transition.settings
     budget = settings.limits.failures_an_hour
-    if _is_repeated_error(turn) and not settings.limits.pass_limit:
-        turn.end_run("failed", _final_error(state, "a new process raised the same error at the same place"))
+    if _is_repeated_error(transition) and not settings.limits.pass_limit:
+        transition.end_run("failed", _final_error(state, "a new process raised the same error at the same place"))
         return True
     if state.recovery.failures > settings.limits.failures:
         text = f"failure {state.recovery.failures} in a row, none of which got past step {state.position.high}"
-        turn.end_run("failed", _final_error(state, f"{text}; failures={settings.limits.failures}"))
+        transition.end_run("failed", _final_error(state, f"{text}; failures={settings.limits.failures}"))
         return True
     if budget is not None and len(state.recovery.failed_s) > budget:
         text = f"failure {len(state.recovery.failed_s)} within an hour; failures_an_hour={budget}"
-        turn.end_run("failed", _final_error(state, text))
+        transition.end_run("failed", _final_error(state, text))
         return True
     return False
 
 
-def _is_repeated_error(turn: Transition) -> bool:
+def _is_repeated_error(transition: Transition) -> bool:
     """Whether an error of code ended one process after the other, with no step completed in between.
 
     Such errors do not pass by themselves, as those of networks, disks and memory may. Each failure counts once, when
     its cause is settled.
     """
-    recovery, high = turn.state.recovery, turn.state.position.high
+    recovery, high = transition.state.recovery, transition.state.position.high
     blame, last = recovery.blame, recovery.repeated
     if blame is None or blame.kind not in _PROGRAMMING_ERRORS or not recovery.failed_s:
         return False
@@ -164,7 +164,7 @@ def _is_repeated_error(turn: Transition) -> bool:
         cause, failed_s = blame.event.cause, recovery.failed_s[-1]
         times = last.times + 1 if last is not None and (last.cause, last.high) == (cause, high) else 1
         last = RepeatedError(cause=cause, high=high, failed_s=failed_s, times=times)
-        turn.change(repeated=last)
+        transition.change(repeated=last)
     return last.times > 1
 
 
@@ -222,18 +222,18 @@ def _extend_loop(state: DriverState, suspect: FailureCause | None) -> CrashLoop 
     return CrashLoop(step=step, rank=rank, kind=suspect.kind, cause=suspect.event.cause)
 
 
-def record_crash_loop(turn: Transition) -> None:
+def record_crash_loop(transition: Transition) -> None:
     """Count the failure, once all ranks told where they stand; skip the batch of a crash loop if the job allows it."""
-    state = turn.state
+    state = transition.state
     loop = _extend_loop(state, state.recovery.suspect)
-    turn.change(loop=loop, suspect=None)
+    transition.change(loop=loop, suspect=None)
     if loop is None or loop.times < CRASH_LOOP_FAILURES or loop.step != state.position.high + 1:
         return
     if _is_skipped(state, loop.step) or len(state.recovery.passing) >= state.settings.limits.pass_limit:
         return
     why = _loop_text(loop)
-    turn.change(passing=(*state.recovery.passing, SkippedBatch(step=loop.step, why=why)))
-    turn.emit(Noted(text=f"{why}; its batch is skipped, and its samples are listed in quarantine/ of the run"))
+    transition.change(passing=(*state.recovery.passing, SkippedBatch(step=loop.step, why=why)))
+    transition.emit(Noted(text=f"{why}; its batch is skipped, and its samples are listed in quarantine/ of the run"))
 
 
 def _is_skipped(state: DriverState, step: int) -> bool:
@@ -283,19 +283,19 @@ _MAX_LOSSES, MIN_LOSSES = 100, 20  # losses in the median, at most and at least
 _SPIKE_REMEDY = "look at the batch, lower the learning rate, take checkpoints more often, or raise max_loss_ratio"
 
 
-def check_losses(turn: Transition, event: m.StepsCompleted) -> None:
+def check_losses(transition: Transition, event: m.StepsCompleted) -> None:
     """Look for a loss spike in completed steps."""
-    limit = turn.settings.limits.max_loss_ratio
-    if limit is None or turn.state.recovery.spiked:
+    limit = transition.settings.limits.max_loss_ratio
+    if limit is None or transition.state.recovery.spiked:
         return
     for step, loss in enumerate(event.losses, event.step - len(event.losses) + 1):
-        usual = median_loss(turn.state)
+        usual = median_loss(transition.state)
         if usual is not None and loss > limit * usual:
             many = f"{loss / usual:.1f} times the usual {usual:.4g}"
-            _on_loss_spike(turn, step, f"the loss of step {step} is {loss:.4g}, {many}")
+            _on_loss_spike(transition, step, f"the loss of step {step} is {loss:.4g}, {many}")
             return
         if math.isfinite(loss):
-            turn.change(losses=(*turn.state.recovery.losses, (step, loss))[-_MAX_LOSSES:])
+            transition.change(losses=(*transition.state.recovery.losses, (step, loss))[-_MAX_LOSSES:])
 
 
 def median_loss(state: DriverState) -> float | None:
@@ -305,9 +305,9 @@ def median_loss(state: DriverState) -> float | None:
     return usual if usual > 0 else None
 
 
-def _on_loss_spike(turn: Transition, step: int, what: str) -> None:
-    state, limit, skipped = turn.state, turn.settings.limits.spike_limit, turn.state.recovery.passing
-    turn.emit(Failed(generation=state.epoch.generation.number, cause=what, step=state.position.progress))
+def _on_loss_spike(transition: Transition, step: int, what: str) -> None:
+    state, limit, skipped = transition.state, transition.settings.limits.spike_limit, transition.state.recovery.passing
+    transition.emit(Failed(generation=state.epoch.generation.number, cause=what, step=state.position.progress))
     error = None
     if limit == 0:
         error = LossSpike(what, remedy='on_spike="rollback" goes back to before it and passes it by')
@@ -316,9 +316,9 @@ def _on_loss_spike(turn: Transition, step: int, what: str) -> None:
     elif len(skipped) >= limit:
         error = LossSpike(f"{what}; {len(skipped)} batches were skipped before", remedy=_SPIKE_REMEDY)
     if error is not None:
-        turn.end_run("failed", error)
+        transition.end_run("failed", error)
         return
-    checkpointing.discard_memory_copies_from(turn, step)
-    turn.change(spiked=step, passing=(*skipped, SkippedBatch(step=step, why=what)))
-    turn.emit(Noted(text=f"{what}: going back to before it; its batch is skipped"))
-    turn.request_pause()
+    checkpointing.discard_memory_copies_from(transition, step)
+    transition.change(spiked=step, passing=(*skipped, SkippedBatch(step=step, why=what)))
+    transition.emit(Noted(text=f"{what}: going back to before it; its batch is skipped"))
+    transition.request_pause()

@@ -29,63 +29,63 @@ _UNASSIGNED = -1  # number of a worker that is about to be placed
 MAX_STANDBY_FAILURES = 3  # standbys in a row that ended by themselves
 
 
-def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
+def replace_workers(transition: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
-    ranks, membership = [*ranks], turn.state.membership
+    ranks, membership = [*ranks], transition.state.membership
     holders = [membership.members[rank].worker for rank in ranks]
     gone = [worker for worker in holders if worker in membership.rank_of]
     if kill:
         for worker in gone:
-            turn.want(m.KillWorker(worker=worker))
-    drop_workers(turn, frozenset(gone))
+            transition.want(m.KillWorker(worker=worker))
+    drop_workers(transition, frozenset(gone))
     for rank in ranks:
-        assign_rank(turn, rank, choose_standby(turn.state, turn.state.membership.members[rank].node))
-    if turn.state.membership.starting - membership.starting:
-        if not membership.starting and not _shrinks_at_once(turn.state):
-            what = describe_starting(turn.state)
-            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.deadlines.place_deadline_s))
-        arm_start_deadline(turn)
+        assign_rank(transition, rank, choose_standby(transition.state, transition.state.membership.members[rank].node))
+    if transition.state.membership.starting - membership.starting:
+        if not membership.starting and not _shrinks_at_once(transition.state):
+            what = describe_starting(transition.state)
+            transition.emit(Waiting(what=f"{what} to start", deadline_s=transition.settings.deadlines.place_deadline_s))
+        arm_start_deadline(transition)
 
 
-def drop_workers(turn: Transition, workers: Set[int]) -> None:
+def drop_workers(transition: Transition, workers: Set[int]) -> None:
     """Forget workers that ended, or that are being ended: nothing that they owe is waited for."""
-    membership = turn.state.membership
-    turn.change(
+    membership = transition.state.membership
+    transition.change(
         rank_of=membership.rank_of.without(workers),
         starting=membership.starting - workers,
         spares=membership.spares.without(workers),
     )
-    turn.no_longer_await(workers)
-    drop_upload_workers(turn, frozenset(workers))
-    drop_memory_copy_workers(turn, frozenset(workers))
-    step_traces.drop_workers(turn, frozenset(workers), "its process ended before the trace was written")
+    transition.no_longer_await(workers)
+    drop_upload_workers(transition, frozenset(workers))
+    drop_memory_copy_workers(transition, frozenset(workers))
+    step_traces.drop_workers(transition, frozenset(workers), "its process ended before the trace was written")
 
 
-def drop_all_workers(turn: Transition) -> None:
+def drop_all_workers(transition: Transition) -> None:
     """Forget all workers, because the run ends."""
-    step_traces.drop_workers(turn, frozenset(turn.state.traces.tracing), "the run ended at once")
-    turn.change(rank_of=PersistentMap(), starting=PersistentSet(), spares=PersistentMap())
-    turn.await_workers(())
+    step_traces.drop_workers(transition, frozenset(transition.state.traces.tracing), "the run ended at once")
+    transition.change(rank_of=PersistentMap(), starting=PersistentSet(), spares=PersistentMap())
+    transition.await_workers(())
 
 
-def arm_start_deadline(turn: Transition) -> None:
+def arm_start_deadline(transition: Transition) -> None:
     """Set the timers for the processes that start."""
-    if turn.state.membership.starting:
-        turn.arm("place", turn.settings.deadlines.place_deadline_s)
-        if _shrinks_at_once(turn.state):
-            turn.disarm("shrink")
-        elif turn.settings.world.fewest < len(turn.state.membership.members):
-            turn.arm("shrink", turn.settings.deadlines.shrink_s)
+    if transition.state.membership.starting:
+        transition.arm("place", transition.settings.deadlines.place_deadline_s)
+        if _shrinks_at_once(transition.state):
+            transition.disarm("shrink")
+        elif transition.settings.world.fewest < len(transition.state.membership.members):
+            transition.arm("shrink", transition.settings.deadlines.shrink_s)
 
 
-def assign_rank(turn: Transition, rank: int, standby: int | None, wait_s: float = 0.0) -> None:
+def assign_rank(transition: Transition, rank: int, standby: int | None, wait_s: float = 0.0) -> None:
     """Give a rank to a standby, or to a new process, which is started after `wait_s`."""
-    state = turn.state
+    state = transition.state
     held = StandbyWorker() if standby is None else state.membership.spares[standby]
     worker = state.membership.next_worker if standby is None else standby
     slot = state.membership.members[rank].slot if held.slot is None else held.slot
     member = GroupMember(worker=worker, slot=slot, node=held.node, home=held.home, pid=held.pid)
-    turn.change(
+    transition.change(
         members=state.membership.members.put(rank, member),
         rank_of=state.membership.rank_of.put(worker, rank),
         next_worker=state.membership.next_worker + (standby is None),
@@ -93,9 +93,9 @@ def assign_rank(turn: Transition, rank: int, standby: int | None, wait_s: float 
         spares=state.membership.spares.without({worker}),
     )
     if standby is None:
-        turn.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
+        transition.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
     else:
-        turn.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
+        transition.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
 
 
 def choose_standby(state: DriverState, node: str) -> int | None:
@@ -125,9 +125,9 @@ def _nodes_to_leave(state: DriverState) -> frozenset[str]:
     return frozenset(doomed if nodes - doomed - {""} else ())
 
 
-def start_standbys(turn: Transition) -> None:
+def start_standbys(transition: Transition) -> None:
     """Start missing warm standbys and joining workers; none once several in a row ended by themselves."""
-    state = turn.state
+    state = transition.state
     if state.membership.spares_lost >= MAX_STANDBY_FAILURES or state.shutdown.stopping:
         return
     members, spares, most = state.membership.members, state.membership.spares, state.settings.world.most
@@ -138,90 +138,96 @@ def start_standbys(turn: Transition) -> None:
     held = joining.union(member.slot for member in members)
     free = [slot for slot in range(most) if slot not in held]
     for _ in range(missing):
-        number = turn.state.membership.next_worker
-        _start_standby(turn, None, members[number % len(members)].slot)
+        number = transition.state.membership.next_worker
+        _start_standby(transition, None, members[number % len(members)].slot)
     for slot in free:
-        _start_standby(turn, slot, slot)
+        _start_standby(transition, slot, slot)
 
 
-def _start_standby(turn: Transition, own: int | None, slot: int) -> None:
-    worker = turn.state.membership.next_worker
-    turn.change(next_worker=worker + 1, spares=turn.state.membership.spares.put(worker, StandbyWorker(slot=own)))
-    turn.want(m.StartWorker(worker=worker, slot=slot, spare=True, beside=own is None))
+def _start_standby(transition: Transition, own: int | None, slot: int) -> None:
+    worker = transition.state.membership.next_worker
+    transition.change(
+        next_worker=worker + 1, spares=transition.state.membership.spares.put(worker, StandbyWorker(slot=own))
+    )
+    transition.want(m.StartWorker(worker=worker, slot=slot, spare=True, beside=own is None))
 
 
-def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
+def on_worker_started(transition: Transition, event: m.WorkerStarted) -> None:
     """Note that a placed process is up."""
-    state = turn.state
+    state = transition.state
     if event.worker in state.membership.spares:
-        _on_standby_started(turn, event)
+        _on_standby_started(transition, event)
         return
     rank = state.membership.rank_of[event.worker]
-    _note_accelerators(turn, state.membership.members[rank].slot, event)
-    turn.change(starting=state.membership.starting - {event.worker})
-    update_member(turn, rank, node=event.node, home=event.home, pid=event.pid)
-    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
-    if not turn.state.membership.starting:
-        turn.disarm("place", "shrink")
+    _note_accelerators(transition, state.membership.members[rank].slot, event)
+    transition.change(starting=state.membership.starting - {event.worker})
+    update_member(transition, rank, node=event.node, home=event.home, pid=event.pid)
+    transition.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
+    if not transition.state.membership.starting:
+        transition.disarm("place", "shrink")
 
 
-def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
+def _on_standby_started(transition: Transition, event: m.WorkerStarted) -> None:
     """Note that a standby is up. The ranks pause for a joining worker, so that it can join."""
-    state = turn.state
+    state = transition.state
     waiting = state.membership.spares[event.worker]
     spare = replace(waiting, node=event.node, home=event.home, pid=event.pid, ready=True)
-    turn.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
-    turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
+    transition.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
+    transition.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
-        _note_accelerators(turn, spare.slot, event)
-    if state.phase is Phase.RUNNING and can_grow(turn.state):
-        turn.request_pause()
+        _note_accelerators(transition, spare.slot, event)
+    if state.phase is Phase.RUNNING and can_grow(transition.state):
+        transition.request_pause()
 
 
-def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> None:
+def _note_accelerators(transition: Transition, slot: int, event: m.WorkerStarted) -> None:
     if event.accelerators:
-        turn.change(accelerators=turn.state.membership.accelerators.put(slot, event.accelerators))
+        transition.change(accelerators=transition.state.membership.accelerators.put(slot, event.accelerators))
 
 
-def update_member(turn: Transition, rank: int, **changes: Any) -> None:
+def update_member(transition: Transition, rank: int, **changes: Any) -> None:
     """Replace fields of the member that holds a rank."""
-    members = turn.state.membership.members
-    turn.change(members=members.put(rank, replace(members[rank], **changes)))
+    members = transition.state.membership.members
+    transition.change(members=members.put(rank, replace(members[rank], **changes)))
 
 
-def update_members(turn: Transition, members: Iterable[GroupMember]) -> None:
+def update_members(transition: Transition, members: Iterable[GroupMember]) -> None:
     """Replace all members; each keeps its rank."""
-    turn.change(members=PersistentList(members))
+    transition.change(members=PersistentList(members))
 
 
-def restart_members(turn: Transition) -> None:
+def restart_members(transition: Transition) -> None:
     """Have all ranks restart from the initial state, under a plan to be chosen."""
-    turn.change(plan=None)
-    update_members(turn, (replace(member, told=False) for member in turn.state.membership.members))
+    transition.change(plan=None)
+    update_members(transition, (replace(member, told=False) for member in transition.state.membership.members))
 
 
 # --- Shrinking and growing --------------------------------------------------------------------------------------------
 
 
-def complete_members(turn: Transition) -> bool:
+def complete_members(transition: Transition) -> bool:
     """Return whether all ranks are held by processes that are up; drop those that are late, if the run may shrink."""
-    if turn.state.membership.starting and _can_shrink(turn.state):
-        _remove_late_members(turn)
-    if not turn.state.membership.starting:
-        _admit_joiners(turn)
-    return not turn.state.membership.starting
+    if transition.state.membership.starting and _can_shrink(transition.state):
+        _remove_late_members(transition)
+    if not transition.state.membership.starting:
+        _admit_joiners(transition)
+    return not transition.state.membership.starting
 
 
-def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
+def arrange_ranks(transition: Transition, plan: Plan | None) -> None:
     """Take a plan. Assign ranks to nodes as its mesh needs, if no rank was told to its process or all restart."""
-    members, former, mesh = turn.state.membership.members, turn.state.membership.plan, turn.settings.world.mesh
-    turn.change(plan=plan)
+    members, former, mesh = (
+        transition.state.membership.members,
+        transition.state.membership.plan,
+        transition.settings.world.mesh,
+    )
+    transition.change(plan=plan)
     restart = plan is not None and former is not None and plan.layout != former.layout
     if mesh is None or (any(member.told for member in members) and not restart):
         return
     homes = [member.home or member.node for member in members]
-    order = assign_slots(plan.mesh if plan else mesh, homes, len(turn.settings.world.devices))
-    assign_ranks(turn, tuple(members[place] for place in order))
+    order = assign_slots(plan.mesh if plan else mesh, homes, len(transition.settings.world.devices))
+    assign_ranks(transition, tuple(members[place] for place in order))
 
 
 def can_grow(state: DriverState) -> bool:
@@ -268,21 +274,21 @@ def _can_shrink(state: DriverState) -> bool:
     return left >= world.fewest and state.usable_workers(left) > 0
 
 
-def _remove_late_members(turn: Transition) -> None:
+def _remove_late_members(transition: Transition) -> None:
     """Continue without members that did not start in time; they join when they are up."""
-    state, deadlines = turn.state, turn.settings.deadlines
+    state, deadlines = transition.state, transition.settings.deadlines
     members, starting = state.membership.members, state.membership.starting
     late = {member.worker: StandbyWorker(slot=member.slot) for member in members if member.worker in starting}
-    turn.disarm("place")
-    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
+    transition.disarm("place")
+    transition.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
     waited_s = deadlines.shrink_s if "place" in state.timers else deadlines.place_deadline_s
     waited = "the others do not wait" if _shrinks_at_once(state) else f"no more started within {waited_s:g} s"
-    _resize(turn, tuple(member for member in members if member.worker not in late), waited)
+    _resize(transition, tuple(member for member in members if member.worker not in late), waited)
 
 
-def _admit_joiners(turn: Transition) -> None:
+def _admit_joiners(transition: Transition) -> None:
     """Give ranks to joining workers that are up; release members for which the plan has no rank."""
-    state, count = turn.state, len(turn.state.membership.members)
+    state, count = transition.state, len(transition.state.membership.members)
     total = target_size(state)
     unknown = state.epoch.restore_plan is None  # the step of workers that outlived another driver
     if state.loses_state(total) and (unknown or state.position.progress > state.copied):
@@ -291,10 +297,10 @@ def _admit_joiners(turn: Transition) -> None:
     if change > 0:
         ready = _joiners_up(state)[:change]
         joining = tuple(_member_of_joiner(worker, state.membership.spares[worker]) for worker in ready)
-        turn.change(spares=state.membership.spares.without(ready))
-        _resize(turn, (*state.membership.members, *joining), "there is room")
+        transition.change(spares=state.membership.spares.without(ready))
+        _resize(transition, (*state.membership.members, *joining), "there is room")
     elif change < 0:
-        remove_members(turn, _surplus_members(state, -change), "no plan for more")
+        remove_members(transition, _surplus_members(state, -change), "no plan for more")
 
 
 def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
@@ -326,54 +332,58 @@ def admissible_joiners(state: DriverState) -> list[int]:
     return _joiners_up(state)[: max(0, state.settings.world.most - len(state.membership.members))]
 
 
-def admit_joiner(turn: Transition, worker: int) -> None:
+def admit_joiner(transition: Transition, worker: int) -> None:
     """Give a joining worker the next rank."""
-    state = turn.state
-    turn.change(spares=state.membership.spares.without({worker}))
-    assign_ranks(turn, (*state.membership.members, _member_of_joiner(worker, state.membership.spares[worker])))
+    state = transition.state
+    transition.change(spares=state.membership.spares.without({worker}))
+    assign_ranks(transition, (*state.membership.members, _member_of_joiner(worker, state.membership.spares[worker])))
 
 
-def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
+def assign_ranks(transition: Transition, members: tuple[GroupMember, ...]) -> None:
     """Assign ranks to the members in their order."""
     ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
-    turn.change(members=PersistentList(members), rank_of=ranks)
+    transition.change(members=PersistentList(members), rank_of=ranks)
 
 
-def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> None:
-    former = len(turn.state.membership.members)
-    assign_ranks(turn, members)
-    workers, before = (turn.settings.world.crew(total)[0] for total in (len(members), former))
-    turn.emit(Resized(workers=workers, former=before, why=why))
+def _resize(transition: Transition, members: tuple[GroupMember, ...], why: str) -> None:
+    former = len(transition.state.membership.members)
+    assign_ranks(transition, members)
+    workers, before = (transition.settings.world.crew(total)[0] for total in (len(members), former))
+    transition.emit(Resized(workers=workers, former=before, why=why))
 
 
-def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
+def remove_members(transition: Transition, workers: frozenset[int], why: str) -> None:
     """Continue without these idle members; joining workers replace them later."""
     for worker in sorted(workers):
-        turn.want(m.KillWorker(worker=worker))
-    drop_workers(turn, workers)
-    _resize(turn, tuple(member for member in turn.state.membership.members if member.worker not in workers), why)
+        transition.want(m.KillWorker(worker=worker))
+    drop_workers(transition, workers)
+    _resize(
+        transition, tuple(member for member in transition.state.membership.members if member.worker not in workers), why
+    )
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
 
 
-def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
+def on_standby_died(transition: Transition, event: m.WorkerDied) -> None:
     """Replace a process without a rank that ended; start no more after several in a row."""
-    lost = turn.state.membership.spares_lost + 1
-    drop_workers(turn, {event.worker})
-    turn.change(spares_lost=lost)
-    if turn.state.phase is Phase.RUNNING:
-        start_standbys(turn)
+    lost = transition.state.membership.spares_lost + 1
+    drop_workers(transition, {event.worker})
+    transition.change(spares_lost=lost)
+    if transition.state.phase is Phase.RUNNING:
+        start_standbys(transition)
     if lost == MAX_STANDBY_FAILURES:
-        turn.emit(Noted(text=f"continuing without warm standbys, since {lost} ended by themselves: {event.cause}"))
+        transition.emit(
+            Noted(text=f"continuing without warm standbys, since {lost} ended by themselves: {event.cause}")
+        )
 
 
-def on_start_deadline(turn: Transition) -> None:
+def on_start_deadline(transition: Transition) -> None:
     """Continue with fewer workers if the user gave no number of them; otherwise end the run."""
-    state, world, stopping = turn.state, turn.settings.world, turn.state.shutdown.stopping
+    state, world, stopping = transition.state, transition.settings.world, transition.state.shutdown.stopping
     if world.last_resort is not None and not stopping:
-        turn.adjust_policy(min_workers=world.last_resort)
-        if _can_shrink(turn.state):
+        transition.adjust_policy(min_workers=world.last_resort)
+        if _can_shrink(transition.state):
             return  # `complete_members` removes the late ones
     total, started = len(state.membership.members), len(state.membership.members) - len(state.membership.starting)
     error = ResourceError(
@@ -381,7 +391,7 @@ def on_start_deadline(turn: Transition) -> None:
         where=world.layouts.lacking(started) if world.layouts is not None and started else "",
         remedy=f"free resources or add nodes, or set workers={max(1, started)}, or raise place_deadline_s",
     )
-    turn.end_run("stopped" if stopping else "failed", None if stopping else error)
+    transition.end_run("stopped" if stopping else "failed", None if stopping else error)
 
 
 def describe_starting(state: DriverState) -> str:
@@ -400,11 +410,11 @@ def _count_text(number: int, what: str = "worker") -> str:
 # --- Driver takeover --------------------------------------------------------------------------------------------------
 
 
-def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
+def take_over_workers(transition: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
     """Take over the workers of the previous driver that live, and start the missing ones."""
-    living, leaving = _reusable_workers(turn, living)
-    plan = _adopt_plan(turn, [one for one in living if one is not leaving])
-    settings = turn.settings
+    living, leaving = _reusable_workers(transition, living)
+    plan = _adopt_plan(transition, [one for one in living if one is not leaving])
+    settings = transition.settings
     workers, most = (plan.workers, plan.workers) if plan else (settings.world.workers, settings.world.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
@@ -417,44 +427,46 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.world.most) if slot not in held]
     servers = sum(settings.world.role_of(slot) != "worker" for slot in free)  # the run needs all of them
-    members = _members_by_rank(turn, ranked, free[: max(servers, workers - len(ranked))])
+    members = _members_by_rank(transition, ranked, free[: max(servers, workers - len(ranked))])
     rank_of = PersistentMap(
         (member.worker, rank) for rank, member in enumerate(members) if member.worker != _UNASSIGNED
     )
-    turn.enter(
+    transition.enter(
         Phase.GATHERING,
         members=PersistentList(members),
         rank_of=rank_of,
-        next_worker=max((turn.state.membership.next_worker, *(one.worker + 1 for one in living))),
+        next_worker=max((transition.state.membership.next_worker, *(one.worker + 1 for one in living))),
         spares=PersistentMap(waiting),
         accelerators=PersistentMap((_slot_of_survivor(one), one.accelerators) for one in living if one.accelerators),
     )
-    turn.await_workers(rank_of)
+    transition.await_workers(rank_of)
     for one in living:
-        turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
-    _emit_repeated_steps(turn, living)
+        transition.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
+    _emit_repeated_steps(transition, living)
     staying = [worker for worker in rank_of if leaving is None or worker != leaving.worker]
     if staying:
-        turn.emit(Noted(text=f"took over {_count_text(len(living) - (leaving is not None))} of the previous driver"))
-        turn.call(staying, "leave")
+        transition.emit(
+            Noted(text=f"took over {_count_text(len(living) - (leaving is not None))} of the previous driver")
+        )
+        transition.call(staying, "leave")
     if leaving is not None:
-        _copy_or_replace(turn, leaving)
-    if turn.state.awaiting:
-        turn.arm("leave", settings.deadlines.leave_deadline_s)
-    replace_workers(turn, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
+        _copy_or_replace(transition, leaving)
+    if transition.state.awaiting:
+        transition.arm("leave", settings.deadlines.leave_deadline_s)
+    replace_workers(transition, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
 
 
-def _copy_or_replace(turn: Transition, leaving: m.SurvivingWorker) -> None:
+def _copy_or_replace(transition: Transition, leaving: m.SurvivingWorker) -> None:
     """Have a survivor copy its state, which is whole, before its process is replaced; else replace it now."""
-    turn.reached(leaving.step)
-    rank = turn.state.membership.rank_of[leaving.worker]
-    if not checkpointing.request_survivors_copy(turn, rank):
-        replace_workers(turn, [rank], kill=True)
+    transition.reached(leaving.step)
+    rank = transition.state.membership.rank_of[leaving.worker]
+    if not checkpointing.request_survivors_copy(transition, rank):
+        replace_workers(transition, [rank], kill=True)
 
 
-def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) -> None:
+def _emit_repeated_steps(transition: Transition, living: Sequence[m.SurvivingWorker]) -> None:
     """Report how many steps are done again, if no worker holds the newest step that the previous driver reported."""
-    state = turn.state
+    state = transition.state
     if any(one.plan is not None for one in living):
         return  # the first rendezvous reports it
     begin, kept = state.committed, state.memory.kept.step if state.memory.kept else 0
@@ -464,43 +476,43 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
         where = f"the copy in memory of step {kept}" if kept > begin else since
         steps = "1 step is" if lost == 1 else f"{lost} steps are"
         text = f"no worker of the previous driver is left: the run continues from {where}; {steps} repeated"
-        turn.emit(Noted(text=text))
+        transition.emit(Noted(text=text))
 
 
 def _reusable_workers(
-    turn: Transition, living: Sequence[m.SurvivingWorker]
+    transition: Transition, living: Sequence[m.SurvivingWorker]
 ) -> tuple[Sequence[m.SurvivingWorker], m.SurvivingWorker | None]:
     """Return the workers that stay for now, and end the others.
 
     If a group needs new processes these are standbys, and the worker with the newest state. That one is returned as the
     second value too: it ends after it has copied its state.
     """
-    if turn.settings.world.reform == "in_place":
+    if transition.settings.world.reform == "in_place":
         return living, None
     spent = [one for one in living if not one.waiting]
     holders = [one for one in spent if one.plan is not None and one.plan.mesh.size == one.plan.mesh.data]
     leaving = max(holders, key=lambda one: one.step, default=None)
     if spent:
-        turn.emit(
+        transition.emit(
             Noted(text=f"ended {_count_text(len(spent))} of the previous driver: this strategy needs new processes")
         )
     for one in spent:
         if one is not leaving:
-            turn.want(m.KillWorker(worker=one.worker))
-    turn.change(next_worker=max((one.worker for one in spent), default=-1) + 1)
+            transition.want(m.KillWorker(worker=one.worker))
+    transition.change(next_worker=max((one.worker for one in spent), default=-1) + 1)
     return [one for one in living if one.waiting or one is leaving], leaving
 
 
-def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
+def _adopt_plan(transition: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
     """Choose the plan of the survivors, if their state would be lost under the run's own plan, and report it."""
-    world, layouts = turn.settings.world, turn.settings.world.layouts
-    theirs = _plan_of_newest_state(living, turn.state.copied)
+    world, layouts = transition.settings.world, transition.settings.world.layouts
+    theirs = _plan_of_newest_state(living, transition.state.copied)
     if layouts is None or theirs is None:
         return None
-    layouts = _leaner_as_theirs(turn, layouts, theirs)
+    layouts = _leaner_as_theirs(transition, layouts, theirs)
     own, fewest = layouts.on(world.workers, world.fewest), world.fewest
     if own is not None and own.layout == theirs.layout:
-        turn.change(plan=theirs)  # its parts decide who gets which rank if there are more or fewer replicas now
+        transition.change(plan=theirs)  # its parts decide who gets which rank if there are more or fewer replicas now
         return None
     if theirs.workers < fewest and world.last_resort is not None:
         fewest = world.last_resort  # as the previous driver did
@@ -508,24 +520,24 @@ def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan |
     if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
         return None  # the run has other plans by now
     if fewest != world.fewest:
-        turn.adjust_policy(min_workers=fewest)
-    turn.change(plan=plan)
+        transition.adjust_policy(min_workers=fewest)
+    transition.change(plan=plan)
     why = f"the workers hold a state of {plan.name} that is newer than every complete copy"
     former = layouts.plans[0].name
-    turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former, workers=plan.workers, why=why))
+    transition.emit(Replanned(plan=asdict(plan), name=plan.name, former=former, workers=plan.workers, why=why))
     return plan
 
 
-def _leaner_as_theirs(turn: Transition, layouts: m.PlanSelector, theirs: Plan) -> m.PlanSelector:
+def _leaner_as_theirs(transition: Transition, layouts: m.PlanSelector, theirs: Plan) -> m.PlanSelector:
     """Take the plans that need less memory which the previous driver took, if the survivors have one of them."""
-    world, found = turn.settings.world, layouts
-    for _ in range(_MOST_REPLANS if turn.settings.limits.replan_memory else 0):
+    world, found = transition.settings.world, layouts
+    for _ in range(_MOST_REPLANS if transition.settings.limits.replan_memory else 0):
         plan = found.on(theirs.workers, min(theirs.workers, world.fewest))
         if plan is None:
             break
         if (plan.layout, plan.accumulation) == (theirs.layout, theirs.accumulation):
             if found is not layouts:
-                turn.adjust_policy(layouts=found)
+                transition.adjust_policy(layouts=found)
             return found
         if plan.memory_bytes < theirs.memory_bytes:
             break  # each further one needs less still
@@ -547,13 +559,13 @@ def _plan_of_newest_state(living: Sequence[m.SurvivingWorker], copied: int) -> P
 
 
 def _members_by_rank(
-    turn: Transition, living: Sequence[m.SurvivingWorker], free: Sequence[int]
+    transition: Transition, living: Sequence[m.SurvivingWorker], free: Sequence[int]
 ) -> tuple[GroupMember, ...]:
     """Return members by rank: survivors at the ranks that they held, unassigned ones in the free slots.
 
     Slots of servers are for servers only.
     """
-    plan, role_of, size = turn.state.membership.plan, turn.settings.world.role_of, len(living) + len(free)
+    plan, role_of, size = transition.state.membership.plan, transition.settings.world.role_of, len(living) + len(free)
     served = [slot for slot in free if role_of(slot) != "worker"]
     found = {slot: GroupMember(worker=_UNASSIGNED, slot=slot) for slot in served}
     rest: list[GroupMember] = []

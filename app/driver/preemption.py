@@ -30,51 +30,53 @@ from trainwright.driver.membership import (
 _MARGIN = 0.2  # of the time of a notice: the worker must be gone by then
 
 
-def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
+def on_preemption_notice(transition: Transition, event: m.PreemptionNoticed) -> None:
     """End a standby at once, replace a dynamic member at once, and have any other member hand its rank over.
 
     Of several notices for a worker, only those of an earlier end count.
     """
-    state, worker = turn.state, event.worker
-    if worker in state.handover.leaving and turn.now_s + event.left_s >= state.handover.leaving[worker]:
+    state, worker = transition.state, event.worker
+    if worker in state.handover.leaving and transition.now_s + event.left_s >= state.handover.leaving[worker]:
         return
     standby = worker in state.membership.spares
     if not standby and not dynamic_members.is_dynamic(state, worker):
-        _request_handover(turn, worker, event.why, event.left_s)
+        _request_handover(transition, worker, event.why, event.left_s)
         return
-    _announce_leaving(turn, worker, event.why, event.left_s)
+    _announce_leaving(transition, worker, event.why, event.left_s)
     if not standby:
-        dynamic_members.replace_member(turn, worker)
+        dynamic_members.replace_member(transition, worker)
         return
-    turn.want(m.KillWorker(worker=worker))
-    drop_workers(turn, {worker})
+    transition.want(m.KillWorker(worker=worker))
+    drop_workers(transition, {worker})
     if state.phase is Phase.RUNNING:
-        start_standbys(turn)
+        start_standbys(transition)
 
 
-def replace_preempted(turn: Transition) -> None:
+def replace_preempted(transition: Transition) -> None:
     """Replace workers with a notice that have become dynamic members meanwhile."""
-    for worker in sorted(turn.state.handover.leaving):
-        if dynamic_members.is_dynamic(turn.state, worker):
-            turn.change(leaving={other: by_s for other, by_s in turn.state.handover.leaving.items() if other != worker})
-            dynamic_members.replace_member(turn, worker)
+    for worker in sorted(transition.state.handover.leaving):
+        if dynamic_members.is_dynamic(transition.state, worker):
+            transition.change(
+                leaving={other: by_s for other, by_s in transition.state.handover.leaving.items() if other != worker}
+            )
+            dynamic_members.replace_member(transition, worker)
 
 
-def _request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
+def _request_handover(transition: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
     """Have a member hand its rank over within `left_s`; without a limit, when it suits."""
-    turn.change(leaving={**turn.state.handover.leaving, worker: turn.now_s + left_s})
-    _announce_leaving(turn, worker, why, left_s)
-    arm_handover_timer(turn)
+    transition.change(leaving={**transition.state.handover.leaving, worker: transition.now_s + left_s})
+    _announce_leaving(transition, worker, why, left_s)
+    arm_handover_timer(transition)
 
 
-def _announce_leaving(turn: Transition, worker: int, why: str, left_s: float) -> None:
+def _announce_leaving(transition: Transition, worker: int, why: str, left_s: float) -> None:
     """Report that a worker leaves, and place no more workers on its node."""
-    membership = turn.state.membership
+    membership = transition.state.membership
     rank = membership.rank_of.get(worker, -1)
     node = membership.members[rank].node if rank >= 0 else membership.spares[worker].node
-    turn.want(m.ExcludeNode(worker=worker))
+    transition.want(m.ExcludeNode(worker=worker))
     left_s = left_s if math.isfinite(left_s) else 0.0
-    turn.emit(Leaving(worker=worker, rank=rank, node=node, why=why, left_s=left_s))
+    transition.emit(Leaving(worker=worker, rank=rank, node=node, why=why, left_s=left_s))
 
 
 def is_expected_failure(state: DriverState, blame: FailureCause) -> bool:
@@ -96,43 +98,43 @@ def wants_handover(state: DriverState, now_s: float) -> bool:
     )
 
 
-def arm_handover_timer(turn: Transition) -> None:
+def arm_handover_timer(transition: Transition) -> None:
     """Set a timer for the handover, while steps run or an upload is awaited."""
-    by_s = _handover_deadline_s(turn.state)
-    if turn.state.phase in (Phase.RUNNING, Phase.WAITING) and math.isfinite(by_s):
-        turn.arm("notice", max(0.0, by_s - turn.now_s))
+    by_s = _handover_deadline_s(transition.state)
+    if transition.state.phase in (Phase.RUNNING, Phase.WAITING) and math.isfinite(by_s):
+        transition.arm("notice", max(0.0, by_s - transition.now_s))
 
 
-def on_handover_deadline(turn: Transition) -> None:
+def on_handover_deadline(transition: Transition) -> None:
     """Wait for an upload no longer; workers that stay go on with it. While steps run, `wants_handover` pauses them.
 
     The answer to a commit is always waited for.
     """
-    state, upload = turn.state, turn.state.checkpoints.upload
+    state, upload = transition.state, transition.state.checkpoints.upload
     if state.phase is Phase.WAITING and not state.ending and upload is not None and not upload.committing:
-        turn.disarm("upload")
-        turn.enter(Phase.READY)
+        transition.disarm("upload")
+        transition.enter(Phase.READY)
 
 
-def begin_handover(turn: Transition) -> bool:
+def begin_handover(transition: Transition) -> bool:
     """Start a checkpoint or the handover for workers that must leave. Return whether something was started."""
-    turn.disarm("notice")
-    state, going = turn.state, leaving_members(turn.state)
+    transition.disarm("notice")
+    state, going = transition.state, leaving_members(transition.state)
     if not going or state.ending:
         return False
     upload, step, held = state.checkpoints.upload, state.position.step, _others_hold_state(state)
-    if _wants_checkpoint(state, turn.now_s):
+    if _wants_checkpoint(state, transition.now_s):
         staying = {rank: member for rank, member in enumerate(state.membership.members) if member.worker not in going}
-        take_snapshot(turn, "upload", writers=choose_writers(staying) if held else None)
+        take_snapshot(transition, "upload", writers=choose_writers(staying) if held else None)
         return True
-    if not _is_overdue(state, turn.now_s):
+    if not _is_overdue(state, transition.now_s):
         if upload is not None and upload.step == step and _awaits_upload(state):
-            await_upload(turn)
-            arm_handover_timer(turn)
+            await_upload(transition)
+            arm_handover_timer(transition)
             return True
         if _awaits_upload(state) or not (held or state.committed >= step):
             return False  # an older upload must end first, or this one failed: steps go on until the next one
-    begin_regroup(turn, going)
+    begin_regroup(transition, going)
     return True
 
 
@@ -146,43 +148,45 @@ def _wants_checkpoint(state: DriverState, now_s: float) -> bool:
     return not _others_hold_state(state) or in_time
 
 
-def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None:
+def begin_regroup(transition: Transition, going: frozenset[int] = frozenset()) -> None:
     """Release the group of idle ranks, and replace the workers that leave."""
-    turn.disarm()
-    failure_policy.start_recovery(turn)
-    failure_policy.set_cause(turn, None)
-    turn.enter(Phase.GATHERING)
-    dynamic_members.reabsorb_members(turn)
-    state = turn.state
+    transition.disarm()
+    failure_policy.start_recovery(transition)
+    failure_policy.set_cause(transition, None)
+    transition.enter(Phase.GATHERING)
+    dynamic_members.reabsorb_members(transition)
+    state = transition.state
     if state.settings.world.reform == "new_process":
-        replace_workers(turn, range(len(state.membership.members)), kill=True)
+        replace_workers(transition, range(len(state.membership.members)), kill=True)
     else:
         busy = state.awaiting - going
         here = [member.worker for member in state.membership.members if member.worker not in state.membership.starting]
         staying = [worker for worker in here if worker not in going | busy]
-        turn.await_workers(busy | frozenset(staying))
-        turn.call(sorted(busy), "interrupt", False)
-        turn.call(staying, "leave")
-        if turn.state.awaiting:
-            turn.arm("leave", state.settings.deadlines.leave_deadline_s)
-        _refill(turn, going)
-    left = turn.state.membership.rank_of
-    turn.change(leaving={worker: by_s for worker, by_s in state.handover.leaving.items() if worker in left})
+        transition.await_workers(busy | frozenset(staying))
+        transition.call(sorted(busy), "interrupt", False)
+        transition.call(staying, "leave")
+        if transition.state.awaiting:
+            transition.arm("leave", state.settings.deadlines.leave_deadline_s)
+        _refill(transition, going)
+    left = transition.state.membership.rank_of
+    transition.change(leaving={worker: by_s for worker, by_s in state.handover.leaving.items() if worker in left})
 
 
-def _refill(turn: Transition, going: frozenset[int]) -> None:
+def _refill(transition: Transition, going: frozenset[int]) -> None:
     """Give ranks to standbys; then continue with fewer workers if the run may shrink, or start new processes."""
     for worker in sorted(going):
-        rank = turn.state.membership.rank_of[worker]
-        if choose_standby(turn.state, turn.state.membership.members[rank].node) is not None:
-            replace_workers(turn, [rank], kill=True)
-    rest = going & turn.state.membership.rank_of.keys()
-    left = len(turn.state.membership.members) - len(rest)
-    needed = any(turn.settings.world.role_of(turn.state.membership.rank_of[worker]) != "worker" for worker in rest)
-    if rest and not needed and left >= turn.settings.world.fewest and turn.state.usable_workers(left):
-        remove_members(turn, rest, "told to leave")
+        rank = transition.state.membership.rank_of[worker]
+        if choose_standby(transition.state, transition.state.membership.members[rank].node) is not None:
+            replace_workers(transition, [rank], kill=True)
+    rest = going & transition.state.membership.rank_of.keys()
+    left = len(transition.state.membership.members) - len(rest)
+    needed = any(
+        transition.settings.world.role_of(transition.state.membership.rank_of[worker]) != "worker" for worker in rest
+    )
+    if rest and not needed and left >= transition.settings.world.fewest and transition.state.usable_workers(left):
+        remove_members(transition, rest, "told to leave")
     elif rest:
-        replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in rest), kill=True)
+        replace_workers(transition, sorted(transition.state.membership.rank_of[worker] for worker in rest), kill=True)
 
 
 def _others_hold_state(state: DriverState) -> bool:
@@ -235,9 +239,13 @@ def is_comparison_due(state: DriverState, now_s: float) -> bool:
     return after_s is not None and after_s < _COMPARE_EVERY_S / 100
 
 
-def compare_ranks(turn: Transition, own_s: Mapping[int, float | None]) -> None:
+def compare_ranks(transition: Transition, own_s: Mapping[int, float | None]) -> None:
     """Look for slow ranks while all are idle. `own_s`: median seconds of each rank's own part of a step, if known."""
-    members, handover, step = turn.state.membership.members, turn.state.handover, turn.state.position.step
+    members, handover, step = (
+        transition.state.membership.members,
+        transition.state.handover,
+        transition.state.position.step,
+    )
     known = {rank: seconds for rank, seconds in own_s.items() if seconds is not None}
     if len(known) < max(2, len(members)) or 0 <= step - handover.compared < _MIN_STEPS_BETWEEN:
         return
@@ -247,25 +255,25 @@ def compare_ranks(turn: Transition, own_s: Mapping[int, float | None]) -> None:
         for rank, seconds in known.items()
         if seconds > _SLOW_RATIO * usual_s and seconds - usual_s > _MIN_EXCESS_S
     }
-    turn.change(compared=step, slow={worker: handover.slow.get(worker, 0) + 1 for worker in slow})
+    transition.change(compared=step, slow={worker: handover.slow.get(worker, 0) + 1 for worker in slow})
     for worker, seconds in slow.items():
-        if turn.state.handover.slow[worker] >= _SLOW_IN_A_ROW:
-            _on_slow_rank(turn, worker, seconds, usual_s)
+        if transition.state.handover.slow[worker] >= _SLOW_IN_A_ROW:
+            _on_slow_rank(transition, worker, seconds, usual_s)
 
 
-def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -> None:
+def _on_slow_rank(transition: Transition, worker: int, own_s: float, usual_s: float) -> None:
     """Report a slow rank once; replace it, at most one worker of a node within an hour."""
-    state = turn.state
+    state = transition.state
     rank = state.membership.rank_of[worker]
     node, ratio = state.membership.members[rank].node, own_s / max(usual_s, 1e-9)
     if worker not in state.handover.named_slow:
-        turn.change(named_slow=state.handover.named_slow | {worker})
-        turn.emit(Straggling(worker=worker, rank=rank, node=node, ratio=ratio, own_s=own_s, usual_s=usual_s))
+        transition.change(named_slow=state.handover.named_slow | {worker})
+        transition.emit(Straggling(worker=worker, rank=rank, node=node, ratio=ratio, own_s=own_s, usual_s=usual_s))
     least = state.settings.limits.replace_stragglers
-    rested = turn.now_s - state.handover.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
+    rested = transition.now_s - state.handover.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
     if least is not None and ratio >= least and rested and _can_lose_worker(state, worker):
-        turn.change(relieved={**state.handover.relieved, node: turn.now_s})
-        _request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")
+        transition.change(relieved={**state.handover.relieved, node: transition.now_s})
+        _request_handover(transition, worker, f"its steps took {ratio:.1f} times as long as those of the others")
 
 
 def _can_lose_worker(state: DriverState, worker: int) -> bool:

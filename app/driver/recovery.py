@@ -34,14 +34,14 @@ _SHOWN_RANKS = 8
 _STEPPING = frozenset({Phase.RUNNING, Phase.RESTORING, Phase.PROBING})  # a throwaway step counts as the first step
 
 
-def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
+def on_worker_died(transition: Transition, event: m.WorkerDied) -> None:
     """Replace a worker that ended. Once the outcome is decided, only note that it uploads no more."""
-    state, worker = turn.state, event.worker
+    state, worker = transition.state, event.worker
     if state.phase in (Phase.CLOSING, Phase.RELEASING):
-        drop_workers(turn, {worker})
+        drop_workers(transition, {worker})
         return
     if worker in state.membership.spares:
-        on_standby_died(turn, event)
+        on_standby_died(transition, event)
         return
     rank = state.membership.rank_of[worker]
     node = state.membership.members[rank].node
@@ -52,14 +52,14 @@ def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
     )
     blame = FailureCause(error=error, event=failed_event(state, worker, rank, event.cause), kind="died")
     if dynamic_members.is_dynamic(state, worker):
-        dynamic_members.on_members_lost(turn, blame, frozenset({worker}))
+        dynamic_members.on_members_lost(transition, blame, frozenset({worker}))
         return
-    _begin_recovery(turn, blame, lost={worker}, again=event.worker in state.membership.starting)
+    _begin_recovery(transition, blame, lost={worker}, again=event.worker in state.membership.starting)
 
 
-def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
+def on_call_raised(transition: Transition, event: m.CallRaised) -> None:
     """End the run if the user's code or data raised, otherwise recover."""
-    state, worker = turn.state, event.worker
+    state, worker = transition.state, event.worker
     error, kind, rank = event.failure.error, event.failure.kind, state.membership.rank_of[worker]
     failed = failed_event(state, worker, rank, headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
@@ -67,48 +67,48 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         kind = "internal"  # this plan had the memory before: a process that holds nothing of it may have it again
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
     if state.trials is not None and kind in ("user", "data", "internal"):
-        _reject_plan(turn, cause, kill=kind == "internal")
-    elif isinstance(error, DeviceOutOfMemory) and (leaner := _leaner_plans(turn)) is not None:
-        _has_answered(turn, worker)
-        _begin_recovery(turn, cause)
-        turn.adjust_policy(layouts=leaner)
+        _reject_plan(transition, cause, kill=kind == "internal")
+    elif isinstance(error, DeviceOutOfMemory) and (leaner := _leaner_plans(transition)) is not None:
+        _has_answered(transition, worker)
+        _begin_recovery(transition, cause)
+        transition.adjust_policy(layouts=leaner)
     elif event.verb == "restore" and isinstance(error, DamagedCheckpoint) and _has_older(state):
-        _has_answered(turn, worker)
-        _fall_back(turn, error, cause)
+        _has_answered(transition, worker)
+        _fall_back(transition, error, cause)
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
         if isinstance(error, DeviceOutOfMemory):
             error = failure_policy.explain_out_of_memory(state, failed.rank, error, event.failure.memory)
-        turn.emit(failed)
+        transition.emit(failed)
         if event.verb == "upload":
-            drop_upload_workers(turn, frozenset({worker}), error)
-        turn.end_run("failed", error)
+            drop_upload_workers(transition, frozenset({worker}), error)
+        transition.end_run("failed", error)
     elif dynamic_members.is_dynamic(state, worker):
         cause = replace(cause, peer=kind == "peer")
         spent = state.settings.world.reform == "new_process" and kind != "peer"  # no process joins twice
         if spent or ends_process:
-            dynamic_members.on_members_lost(turn, cause, frozenset({worker}), kill=True)
+            dynamic_members.on_members_lost(transition, cause, frozenset({worker}), kill=True)
         else:
-            dynamic_members.on_member_left(turn, worker, cause)
+            dynamic_members.on_member_left(transition, worker, cause)
     elif ends_process:
         kind_of_error = headline(error).split(":")[0] if kind == "internal" else ""
-        _begin_recovery(turn, replace(cause, kind=kind_of_error), lost={worker}, kill=True)
+        _begin_recovery(transition, replace(cause, kind=kind_of_error), lost={worker}, kill=True)
     elif kind == "peer":
-        _has_answered(turn, worker)
-        _begin_recovery(turn, replace(cause, peer=True), left={worker})
+        _has_answered(transition, worker)
+        _begin_recovery(transition, replace(cause, peer=True), left={worker})
     else:
         if event.verb == "restore":
-            checkpointing.forget_memory_checkpoint(turn)
-        _has_answered(turn, worker)
-        _begin_recovery(turn, cause)
+            checkpointing.forget_memory_checkpoint(transition)
+        _has_answered(transition, worker)
+        _begin_recovery(transition, cause)
 
 
-def _leaner_plans(turn: Transition) -> m.PlanSelector | None:
+def _leaner_plans(transition: Transition) -> m.PlanSelector | None:
     """Return plans that need less memory than that of this epoch; None if there are none, or the job asks for none.
 
     They are the same for each of several ranks that run out of memory under one plan.
     """
-    layouts, plan = turn.settings.world.layouts, turn.state.membership.plan
-    if not turn.settings.limits.replan_memory or layouts is None or plan is None:
+    layouts, plan = transition.settings.world.layouts, transition.state.membership.plan
+    if not transition.settings.limits.replan_memory or layouts is None or plan is None:
         return None
     return layouts.leaner(plan)
 
@@ -118,42 +118,44 @@ def _has_older(state: DriverState) -> bool:
     return bool(state.checkpoints.older) or state.phase is Phase.GATHERING
 
 
-def _fall_back(turn: Transition, error: DamagedCheckpoint, blame: FailureCause) -> None:
+def _fall_back(transition: Transition, error: DamagedCheckpoint, blame: FailureCause) -> None:
     """Form the group again, and load the checkpoint before the damaged one. That is no failure of the workers."""
-    checkpoints = turn.state.checkpoints
-    if turn.state.phase is not Phase.GATHERING and checkpoints.head is not None:
+    checkpoints = transition.state.checkpoints
+    if transition.state.phase is not Phase.GATHERING and checkpoints.head is not None:
         text = f"the checkpoint of step {checkpoints.head.step} is skipped: {error.what} ({error.where})"
-        turn.emit(Noted(text=f"{text}; the run continues from the checkpoint of step {checkpoints.older[-1].step}"))
-        checkpointing.drop_damaged_head(turn)
-    _begin_recovery(turn, blame, counts=False)
+        transition.emit(
+            Noted(text=f"{text}; the run continues from the checkpoint of step {checkpoints.older[-1].step}")
+        )
+        checkpointing.drop_damaged_head(transition)
+    _begin_recovery(transition, blame, counts=False)
 
 
-def _has_answered(turn: Transition, worker: int) -> None:
+def _has_answered(transition: Transition, worker: int) -> None:
     """Note that a worker owes no answer, whether the others waited for it or not."""
-    turn.no_longer_await({worker})
-    dynamic_members.drop_pending(turn, worker)
+    transition.no_longer_await({worker})
+    dynamic_members.drop_pending(transition, worker)
 
 
-def on_chief_lost(turn: Transition, event: m.CallReturned) -> None:
+def on_chief_lost(transition: Transition, event: m.CallReturned) -> None:
     """Have a worker join again that lost the chief; the end of the chief may explain it later."""
     error = PeerLost("it no longer follows the chief")
-    rank = turn.state.membership.rank_of[event.worker]
-    cause = FailureCause(error=error, event=failed_event(turn.state, event.worker, rank, error.what), peer=True)
-    dynamic_members.on_member_left(turn, event.worker, cause)
+    rank = transition.state.membership.rank_of[event.worker]
+    cause = FailureCause(error=error, event=failed_event(transition.state, event.worker, rank, error.what), peer=True)
+    dynamic_members.on_member_left(transition, event.worker, cause)
 
 
-def _reject_plan(turn: Transition, blame: FailureCause, *, kill: bool) -> None:
+def _reject_plan(transition: Transition, blame: FailureCause, *, kill: bool) -> None:
     """Set the plan on trial aside, because a rank cannot work under it. That is no failure of the run."""
-    worker, state = frozenset({blame.event.worker}), turn.state
+    worker, state = frozenset({blame.event.worker}), transition.state
     if _is_counted_by_peers_only(state):
-        failure_policy.uncount_failure(turn)
-    rendezvous.reject_plan(turn, blame.error)
-    turn.no_longer_await(worker)
-    if turn.state.phase is not Phase.GATHERING:
-        _release_idle_workers(turn, worker, False)
-    failure_policy.set_cause(turn, blame)
+        failure_policy.uncount_failure(transition)
+    rendezvous.reject_plan(transition, blame.error)
+    transition.no_longer_await(worker)
+    if transition.state.phase is not Phase.GATHERING:
+        _release_idle_workers(transition, worker, False)
+    failure_policy.set_cause(transition, blame)
     if kill:
-        _replace(turn, worker, kill=True)
+        _replace(transition, worker, kill=True)
 
 
 def _is_counted_by_peers_only(state: DriverState) -> bool:
@@ -163,11 +165,11 @@ def _is_counted_by_peers_only(state: DriverState) -> bool:
     return state.recovery.blame.peer and not preemption.is_expected_failure(state, state.recovery.blame)
 
 
-def on_silence(turn: Transition, deadline_s: float) -> None:
+def on_silence(transition: Transition, deadline_s: float) -> None:
     """Recover from workers that did not answer in time: those that only wait for others can be interrupted."""
-    state = turn.state
+    state = transition.state
     if all(dynamic_members.is_dynamic(state, worker) for worker in state.awaiting):
-        dynamic_members.on_members_silent(turn, frozenset(state.awaiting))
+        dynamic_members.on_members_silent(transition, frozenset(state.awaiting))
         return
     ranks = [state.membership.rank_of[worker] for worker in state.awaiting]
     error = HangError(
@@ -175,32 +177,33 @@ def on_silence(turn: Transition, deadline_s: float) -> None:
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
     blame = FailureCause(error=error, event=failed_event(state, -1, -1, error.what))
-    _begin_recovery(turn, blame, explain=True)
-    if turn.state.phase is Phase.GATHERING:
-        turn.arm("leave", state.settings.deadlines.interrupt_deadline_s)
+    _begin_recovery(transition, blame, explain=True)
+    if transition.state.phase is Phase.GATHERING:
+        transition.arm("leave", state.settings.deadlines.interrupt_deadline_s)
 
 
-def on_isolated(turn: Transition, blame: FailureCause | None) -> None:
+def on_isolated(transition: Transition, blame: FailureCause | None) -> None:
     """Recover if no member reaches the ranks that all need, which do not notice it themselves."""
     if blame is not None:  # a failure that was counted when the first member was lost
-        _begin_recovery(turn, blame, counts=not turn.state.recovery.losing)
+        _begin_recovery(transition, blame, counts=not transition.state.recovery.losing)
 
 
-def on_upload_deadline(turn: Transition) -> None:
+def on_upload_deadline(transition: Transition) -> None:
     """End the processes that hang in an upload that the run waits for."""
-    upload = turn.state.checkpoints.upload
+    upload = transition.state.checkpoints.upload
     assert upload is not None and upload.owing, "nothing is being uploaded"
     error = StorageError(
-        f"the checkpoint of step {upload.step} was not written within {turn.settings.saving.upload_deadline_s:g} s",
+        f"the checkpoint of step {upload.step} was not written within "
+        f"{transition.settings.saving.upload_deadline_s:g} s",
         where=upload.path,
         remedy="check that the store can be written; the same command goes on from the last checkpoint",
     )
-    blame = FailureCause(error=error, event=failed_event(turn.state, -1, -1, error.what))
-    _begin_recovery(turn, blame, lost=upload.owing, kill=True)
+    blame = FailureCause(error=error, event=failed_event(transition.state, -1, -1, error.what))
+    _begin_recovery(transition, blame, lost=upload.owing, kill=True)
 
 
 def _begin_recovery(
-    turn: Transition,
+    transition: Transition,
     blame: FailureCause,
     *,
     lost: Iterable[int] = (),
@@ -220,140 +223,148 @@ def _begin_recovery(
         explain: whether busy ranks are to return their stack traces.
         counts: whether the failure counts.
     """
-    state, recovery = turn.state, turn.state.recovery
+    state, recovery = transition.state, transition.state.recovery
     entering = state.phase is not Phase.GATHERING
     if not blame.peer:
-        turn.emit(blame.event)
+        transition.emit(blame.event)
     if (entering or again) and state.shutdown.stopping and state.phase in RECOVERY_PHASES:
-        turn.end_run("stopped")
+        transition.end_run("stopped")
         if not kill:
-            drop_workers(turn, frozenset(lost))
+            drop_workers(transition, frozenset(lost))
         return
     trial = entering and rendezvous.is_optional_trial(state)
     # Workers that leave as planned may lose peers: that is no failure.
     if entering or again or (recovery.blame is None and not blame.peer):
-        failure_policy.set_cause(turn, blame)
+        failure_policy.set_cause(transition, blame)
         if counts and not trial and not preemption.is_expected_failure(state, blame):
-            failure_policy.count_failure(turn)
+            failure_policy.count_failure(transition)
     elif recovery.blame is not None and recovery.blame.peer and not blame.peer:
-        failure_policy.set_cause(turn, blame)
+        failure_policy.set_cause(transition, blame)
     stepping = entering and state.phase in _STEPPING and not trial
     if stepping or (recovery.suspect and recovery.suspect.peer and not again):
-        failure_policy.set_suspect(turn, blame)
+        failure_policy.set_suspect(transition, blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
-        _release_idle_workers(turn, lost | left, explain)
+        _release_idle_workers(transition, lost | left, explain)
     elif not lost and not blame.peer:
-        _release_workers(turn, frozenset({blame.event.worker}))
-    _replace(turn, lost, kill=kill)
-    if turn.settings.world.reform == "new_process":
-        _release_workers(turn, left)
+        _release_workers(transition, frozenset({blame.event.worker}))
+    _replace(transition, lost, kill=kill)
+    if transition.settings.world.reform == "new_process":
+        _release_workers(transition, left)
 
 
-def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool) -> None:
+def _release_idle_workers(transition: Transition, gone: frozenset[int], explain: bool) -> None:
     """Enter GATHERING: interrupt busy workers, and release idle ones, but for those that are `gone`."""
-    turn.disarm()
-    dynamic_members.reabsorb_members(turn)
-    state = turn.state
-    failure_policy.start_recovery(turn)
-    turn.enter(Phase.GATHERING)
-    turn.call(sorted(state.awaiting - gone), "interrupt", explain)
-    _release_workers(turn, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)
-    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
+    transition.disarm()
+    dynamic_members.reabsorb_members(transition)
+    state = transition.state
+    failure_policy.start_recovery(transition)
+    transition.enter(Phase.GATHERING)
+    transition.call(sorted(state.awaiting - gone), "interrupt", explain)
+    _release_workers(
+        transition, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone
+    )
+    transition.arm("leave", transition.settings.deadlines.leave_deadline_s)
 
 
-def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
+def _release_workers(transition: Transition, workers: frozenset[int]) -> None:
     """Release idle workers from the old group: they leave it, or their process ends, perhaps after a copy."""
-    if turn.settings.world.reform == "new_process":
-        copying = checkpointing.request_just_in_time_copy(turn, workers)
-        turn.also_await(copying)
-        _replace(turn, workers - copying, kill=True)
+    if transition.settings.world.reform == "new_process":
+        copying = checkpointing.request_just_in_time_copy(transition, workers)
+        transition.also_await(copying)
+        _replace(transition, workers - copying, kill=True)
         return
-    turn.also_await(workers)
-    turn.call(sorted(workers), "leave")
+    transition.also_await(workers)
+    transition.call(sorted(workers), "leave")
 
 
-def _replace(turn: Transition, workers: Set[int], *, kill: bool) -> None:
+def _replace(transition: Transition, workers: Set[int], *, kill: bool) -> None:
     if workers:
-        replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in workers), kill=kill)
+        replace_workers(
+            transition, sorted(transition.state.membership.rank_of[worker] for worker in workers), kill=kill
+        )
 
 
-def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
+def on_call_returned(transition: Transition, event: m.CallReturned) -> None:
     """Release a survivor whose call ended well after the failure was known."""
-    turn.no_longer_await({event.worker})
+    transition.no_longer_await({event.worker})
     if event.verb == "run":
-        failure_policy.note_step(turn, event.value.step)
+        failure_policy.note_step(transition, event.value.step)
     if event.verb != "leave":
-        _release_workers(turn, frozenset({event.worker}))
-    elif checkpointing.makes_just_in_time_copy(turn.state, event.worker):
-        checkpointing.on_just_in_time_copy_taken(turn, event.value)
-        _replace(turn, {event.worker}, kill=True)
+        _release_workers(transition, frozenset({event.worker}))
+    elif checkpointing.makes_just_in_time_copy(transition.state, event.worker):
+        checkpointing.on_just_in_time_copy_taken(transition, event.value)
+        _replace(transition, {event.worker}, kill=True)
 
 
-def on_leave_deadline(turn: Transition) -> None:
+def on_leave_deadline(transition: Transition) -> None:
     """Replace survivors that hang: they neither answer nor leave. That is part of the same failure.
 
     If none has left yet, and none is known to hang, all may be in the middle of a long step. Their state is worth a
     longer wait.
     """
-    state, recovery, members = turn.state, turn.state.recovery, turn.state.membership.members
+    state, recovery, members = transition.state, transition.state.recovery, transition.state.membership.members
     hanging = recovery.blame is not None and isinstance(recovery.blame.error, HangError)
     loose = {member.worker for member in members if not member.fresh} - state.awaiting
-    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
-        turn.arm("leave", state.settings.deadlines.call_deadline_s)
+    if not (hanging or loose) and transition.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
+        transition.arm("leave", state.settings.deadlines.call_deadline_s)
         return
     silent = [worker for worker in state.awaiting if not checkpointing.makes_just_in_time_copy(state, worker)]
     if silent:
-        _report_hung_workers(turn, silent, hanging=hanging)
+        _report_hung_workers(transition, silent, hanging=hanging)
     else:
-        turn.emit(Noted(text=f"a survivor did not copy its state within {turn.now_s - state.phase_s:.0f} s"))
-    _replace(turn, state.awaiting, kill=True)
+        transition.emit(
+            Noted(text=f"a survivor did not copy its state within {transition.now_s - state.phase_s:.0f} s")
+        )
+    _replace(transition, state.awaiting, kill=True)
 
 
-def _report_hung_workers(turn: Transition, workers: Sequence[int], *, hanging: bool) -> None:
+def _report_hung_workers(transition: Transition, workers: Sequence[int], *, hanging: bool) -> None:
     """Report workers that do not answer; they are the cause if the failure is one of `hanging` workers."""
-    state, recovery, members = turn.state, turn.state.recovery, turn.state.membership.members
+    state, recovery, members = transition.state, transition.state.recovery, transition.state.membership.members
     ranks = [state.membership.rank_of[worker] for worker in workers]
     stacks = [f"stack traces of rank {rank}:\n{recovery.stacks[rank]}" for rank in ranks if rank in recovery.stacks]
     error = HangError(
-        f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
+        f"{_ranks(ranks)} hung: no answer {transition.now_s - state.phase_s:.0f} s after being interrupted",
         where=", ".join(sorted({f"node {members[rank].node}" for rank in ranks})[:_SHOWN_RANKS]),
         remedy="look at what they wait for; if a step or an evaluation takes that long, raise hang_deadline_s",
         detail="\n".join(stacks),
     )
     alone = ranks[0] if len(ranks) == 1 else -1
     failed = failed_event(state, members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail)
-    turn.emit(failed)
+    transition.emit(failed)
     if hanging:
         blame = FailureCause(error=error, event=failed, kind="hung")
-        failure_policy.set_cause(turn, blame)
-        failure_policy.set_suspect(turn, blame if recovery.suspect is not None else None)
+        failure_policy.set_cause(transition, blame)
+        failure_policy.set_suspect(transition, blame if recovery.suspect is not None else None)
 
 
-def is_gathered(turn: Transition) -> bool:
+def is_gathered(transition: Transition) -> bool:
     """Whether all ranks are held by idle processes. Gives up when the failures are too many."""
-    if turn.state.awaiting:
+    if transition.state.awaiting:
         return False
-    turn.disarm("leave")
-    blame = turn.state.recovery.blame
+    transition.disarm("leave")
+    blame = transition.state.recovery.blame
     if blame is not None and blame.peer:
-        turn.emit(blame.event)
-        failure_policy.set_cause(turn, replace(blame, peer=False, error=_network_error(blame.error)))
-    if failure_policy.is_given_up(turn) or not rendezvous.settle_trials(turn):
+        transition.emit(blame.event)
+        failure_policy.set_cause(transition, replace(blame, peer=False, error=_network_error(blame.error)))
+    if failure_policy.is_given_up(transition) or not rendezvous.settle_trials(transition):
         return False  # trials are settled first: the chosen plan says how many workers it needs
-    return complete_members(turn) and not _backs_off(turn)
+    return complete_members(transition) and not _backs_off(transition)
 
 
-def _backs_off(turn: Transition) -> bool:
+def _backs_off(transition: Transition) -> bool:
     """Whether it is too soon for the next attempt. The pause starts at the last failure; a stop request ends it."""
-    state = turn.state
+    state = transition.state
     wait_s = failure_policy.backoff_s(state.recovery.failures)
-    left_s = state.recovery.failed_s[-1] + wait_s - turn.now_s if wait_s and state.recovery.failed_s else 0.0
+    left_s = state.recovery.failed_s[-1] + wait_s - transition.now_s if wait_s and state.recovery.failed_s else 0.0
     if left_s < failure_policy.TIMER_TOLERANCE_S or state.shutdown.stopping:
         return False
     if "backoff" not in state.timers:
-        turn.emit(Waiting(what=f"another try after {state.recovery.failures} failures in a row", deadline_s=left_s))
-        turn.arm("backoff", left_s)
+        transition.emit(
+            Waiting(what=f"another try after {state.recovery.failures} failures in a row", deadline_s=left_s)
+        )
+        transition.arm("backoff", left_s)
     return True
 
 

@@ -32,47 +32,50 @@ from trainwright.driver.messages import PlanTrials, ProbeRequest, ReserveRequest
 PROBE_STEPS, PROBE_SECONDS = 8, 3.0  # of timed steps, at most; a step that takes longer is timed once
 
 
-def start_epochs(turn: Transition, token: int) -> None:
+def start_epochs(transition: Transition, token: int) -> None:
     """Number the rendezvous epochs of a driver from 1 on."""
-    turn.change(generation=Generation(token=token, number=0))
+    transition.change(generation=Generation(token=token, number=0))
 
 
-def begin_rendezvous(turn: Transition) -> None:
+def begin_rendezvous(transition: Transition) -> None:
     """Start the next rendezvous epoch: every rank binds a port."""
-    plan = _next_candidate(turn) or _plan_for_members(turn)
-    state = turn.state
+    plan = _next_candidate(transition) or _plan_for_members(transition)
+    state = transition.state
     generation = Generation(token=state.epoch.generation.token, number=state.epoch.generation.number + 1)
     if plan is not None and state.membership.plan is not None and plan.layout == state.membership.plan.layout:
-        _keep_state_parts(turn, plan)
-    arrange_ranks(turn, plan)
-    turn.disarm()
-    turn.enter(Phase.RESERVING, generation=generation)
-    turn.await_workers(member.worker for member in turn.state.membership.members)
+        _keep_state_parts(transition, plan)
+    arrange_ranks(transition, plan)
+    transition.disarm()
+    transition.enter(Phase.RESERVING, generation=generation)
+    transition.await_workers(member.worker for member in transition.state.membership.members)
     wanted: dict[Role, ReserveRequest] = {}  # one for each role, so that it is pickled once
-    for rank, member in enumerate(turn.state.membership.members):
+    for rank, member in enumerate(transition.state.membership.members):
         role = state.settings.world.role_of(rank)
         wanted.setdefault(role, ReserveRequest(generation=generation, plan=plan, role=role))
-        turn.call([member.worker], "reserve", wanted[role])
-    turn.arm("call", state.settings.deadlines.call_deadline_s)
+        transition.call([member.worker], "reserve", wanted[role])
+    transition.arm("call", state.settings.deadlines.call_deadline_s)
 
 
-def _plan_for_members(turn: Transition) -> Plan | None:
+def _plan_for_members(transition: Transition) -> Plan | None:
     """Return the plan for the present number of workers; report a change of layout or, after a replan, of batches."""
-    layouts, count = turn.settings.world.layouts, len(turn.state.membership.members)
+    layouts, count = transition.settings.world.layouts, len(transition.state.membership.members)
     if layouts is None:
         return None
-    plan, former = layouts.on(count, turn.settings.world.fewest), turn.state.membership.plan or layouts.plans[0]
+    plan, former = (
+        layouts.on(count, transition.settings.world.fewest),
+        transition.state.membership.plan or layouts.plans[0],
+    )
     assert plan is not None and plan.workers == count, "each member has a rank in the plan"
     smaller = plan.workers == former.workers and plan.accumulation > former.accumulation
     if plan.layout != former.layout or smaller:
-        blame, why = turn.state.recovery.blame, layouts.lacking(plan.workers)
+        blame, why = transition.state.recovery.blame, layouts.lacking(plan.workers)
         if blame is not None and isinstance(blame.error, DeviceOutOfMemory):
             why = f"the device of rank {blame.event.rank} ran out of memory"
-        turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
+        transition.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
     return plan
 
 
-def _keep_state_parts(turn: Transition, plan: Plan) -> None:
+def _keep_state_parts(transition: Transition, plan: Plan) -> None:
     """Give each member a rank whose part of the state it holds, if there are more or fewer replicas than before.
 
     Members that hold a part of the state choose first. A member keeps its rank if it can.
@@ -89,49 +92,49 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
         lambda rank, member: every,
     )
     assigned: dict[int, GroupMember] = {}
-    unassigned = dict(enumerate(turn.state.membership.members))
+    unassigned = dict(enumerate(transition.state.membership.members))
     for claim in claims:
         for rank, member in [*unassigned.items()]:
             free = next((other for other in claim(rank, member) if other not in assigned), None)
             if free is not None:
                 assigned[free] = unassigned.pop(rank)
     members = tuple(assigned[rank] for rank in range(len(parts)))
-    assign_ranks(turn, members)
+    assign_ranks(transition, members)
 
 
-def on_ports_reserved(turn: Transition) -> None:
+def on_ports_reserved(transition: Transition) -> None:
     """Tell each rank its peers, once all ports are known."""
-    members, role_of = turn.state.membership.members, turn.settings.world.role_of
-    addresses: Mapping[int, Address] = turn.state.answers
+    members, role_of = transition.state.membership.members, transition.settings.world.role_of
+    addresses: Mapping[int, Address] = transition.state.answers
     peers = tuple(
         Peer(rank=rank, address=addresses[rank], role=role_of(rank), node=member.node)
         for rank, member in enumerate(members)
     )
-    turn.enter(Phase.FORMING)
-    turn.await_workers(member.worker for member in members)
-    update_members(turn, (member if member.told else replace(member, told=True) for member in members))
-    form_group(turn, peers)
-    turn.arm("call", turn.settings.deadlines.call_deadline_s)
+    transition.enter(Phase.FORMING)
+    transition.await_workers(member.worker for member in members)
+    update_members(transition, (member if member.told else replace(member, told=True) for member in members))
+    form_group(transition, peers)
+    transition.arm("call", transition.settings.deadlines.call_deadline_s)
 
 
-def on_group_formed(turn: Transition) -> None:
+def on_group_formed(transition: Transition) -> None:
     """Choose the state to continue from, once all ranks reported theirs. If there is none, replace every process."""
-    state = turn.state
+    state = transition.state
     tags: Mapping[int, StateTag] = state.answers
     restore_plan = _choose_restore_plan(state, tags)
     if restore_plan is None:
-        turn.disarm()
-        turn.enter(Phase.GATHERING)
-        replace_workers(turn, range(len(state.membership.members)), kill=True)
+        transition.disarm()
+        transition.enter(Phase.GATHERING)
+        replace_workers(transition, range(len(state.membership.members)), kill=True)
         return
     if restore_plan.source == "replica":
-        failure_policy.note_step(turn, restore_plan.step)
-    failure_policy.record_crash_loop(turn)
+        failure_policy.note_step(transition, restore_plan.step)
+    failure_policy.record_crash_loop(transition)
     report = next((tag.report for tag in tags.values() if tag.report and tag.report.step == restore_plan.step), None)
-    restore_plan = replace(restore_plan, passing=turn.state.recovery.passing, report=report)
-    turn.enter(Phase.RESTORING, restore_plan=restore_plan)
-    turn.call_all("restore", restore_plan)
-    turn.arm("call", state.settings.deadlines.call_deadline_s)
+    restore_plan = replace(restore_plan, passing=transition.state.recovery.passing, report=report)
+    transition.enter(Phase.RESTORING, restore_plan=restore_plan)
+    transition.call_all("restore", restore_plan)
+    transition.arm("call", state.settings.deadlines.call_deadline_s)
 
 
 def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
@@ -155,19 +158,23 @@ def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> Re
     return RestorePlan(step=0, source="initial", moves=fresh.moves) if fresh else None
 
 
-def on_state_restored(turn: Transition) -> None:
+def on_state_restored(transition: Transition) -> None:
     """Complete the rendezvous: every rank is at the same step."""
-    state, restore_plan, members = turn.state, turn.state.epoch.restore_plan, turn.state.membership.members
+    state, restore_plan, members = (
+        transition.state,
+        transition.state.epoch.restore_plan,
+        transition.state.membership.members,
+    )
     assert restore_plan is not None, "there is no restore plan"
     tags: Mapping[int, StateTag] = state.answers
     assert all((tag.step or 0) == restore_plan.step for tag in tags.values()), (
         f"ranks are at different steps, not at {restore_plan.step}"
     )
     if state.trials is not None:
-        _begin_probe(turn)
+        _begin_probe(transition)
         return
     workers, servers = state.settings.world.crew(len(members))
-    turn.emit(
+    transition.emit(
         Formed(
             generation=state.epoch.generation.number,
             workers=workers,
@@ -176,19 +183,21 @@ def on_state_restored(turn: Transition) -> None:
             source=restore_plan.source,
             checkpoint=restore_plan.checkpoint.path if restore_plan.checkpoint else "",
             survivors=sum(not member.fresh for member in members),
-            seconds=turn.now_s - state.recovery.since_s,
+            seconds=transition.now_s - state.recovery.since_s,
             steps_lost=max(0, state.position.progress - restore_plan.step, state.position.told - restore_plan.step),
             nodes=ranks_by_node([member.node for member in members]),
         )
     )
-    turn.enter(Phase.READY)
+    transition.enter(Phase.READY)
     plan = state.membership.plan
-    update_members(turn, (_member_with_state(member, tags[rank], plan, rank) for rank, member in enumerate(members)))
-    turn.stand_at(restore_plan.step)
-    checkpointing.on_state_restored(turn, tags)
-    segments.forget_evaluations_after(turn, restore_plan.step)
-    failure_policy.on_state_restored(turn, restore_plan.step)
-    step_traces.on_state_restored(turn, restore_plan.step)
+    update_members(
+        transition, (_member_with_state(member, tags[rank], plan, rank) for rank, member in enumerate(members))
+    )
+    transition.stand_at(restore_plan.step)
+    checkpointing.on_state_restored(transition, tags)
+    segments.forget_evaluations_after(transition, restore_plan.step)
+    failure_policy.on_state_restored(transition, restore_plan.step)
+    step_traces.on_state_restored(transition, restore_plan.step)
 
 
 def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, rank: int) -> GroupMember:
@@ -269,51 +278,51 @@ def _moves_to_ranks(
 # --- Trials of plans --------------------------------------------------------------------------------------------------
 
 
-def begin_trials(turn: Transition, acquired: m.LeaseAcquired) -> None:
+def begin_trials(transition: Transition, acquired: m.LeaseAcquired) -> None:
     """Try all plans, if there are several and the run has not begun yet."""
-    layouts, begun = turn.settings.world.layouts, acquired.head or acquired.kept or acquired.living
+    layouts, begun = transition.settings.world.layouts, acquired.head or acquired.kept or acquired.living
     if layouts is not None and len(layouts.plans) > 1 and not begun:
-        turn.change(trials=PlanTrials(left=tuple(range(len(layouts.plans)))))
+        transition.change(trials=PlanTrials(left=tuple(range(len(layouts.plans)))))
 
 
-def _next_candidate(turn: Transition) -> Plan | None:
+def _next_candidate(transition: Transition) -> Plan | None:
     """Return the plan to try next, for the epoch that begins; None if there are not the workers for it."""
-    trials, layouts = turn.state.trials, turn.settings.world.layouts
+    trials, layouts = transition.state.trials, transition.settings.world.layouts
     if trials is None or layouts is None:
         return None
     plan = layouts.plans[trials.left[0]]
-    if plan.workers != len(turn.state.membership.members):
-        _end_trials(turn)
+    if plan.workers != len(transition.state.membership.members):
+        _end_trials(transition)
         return None
-    turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
+    transition.change(trials=replace(trials, trying=True, since_s=trials.since_s or transition.now_s))
     return plan
 
 
-def _begin_probe(turn: Transition) -> None:
+def _begin_probe(transition: Transition) -> None:
     """Have the steps of a plan timed, when all ranks are ready."""
-    turn.enter(Phase.PROBING)
-    turn.call_all("probe", ProbeRequest(steps=PROBE_STEPS, seconds=PROBE_SECONDS))
-    turn.arm("hang", turn.state.hang_deadline_s)
+    transition.enter(Phase.PROBING)
+    transition.call_all("probe", ProbeRequest(steps=PROBE_STEPS, seconds=PROBE_SECONDS))
+    transition.arm("hang", transition.state.hang_deadline_s)
 
 
-def on_probe_returned(turn: Transition) -> None:
+def on_probe_returned(transition: Transition) -> None:
     """Note the time of a step under a plan, and try the next one."""
-    trials = _current_trials(turn.state)
-    step_s = {**trials.step_s, trials.left[0]: max(turn.state.answers.values())}
+    trials = _current_trials(transition.state)
+    step_s = {**trials.step_s, trials.left[0]: max(transition.state.answers.values())}
     trials = replace(trials, left=trials.left[1:], step_s=step_s, trying=False)
-    turn.change(trials=trials if _is_worthwhile(turn, trials) else _cut_short(trials))
-    turn.disarm()
-    failure_policy.set_cause(turn, None)
-    turn.enter(Phase.GATHERING)
-    turn.call_all("leave")
-    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
+    transition.change(trials=trials if _is_worthwhile(transition, trials) else _cut_short(trials))
+    transition.disarm()
+    failure_policy.set_cause(transition, None)
+    transition.enter(Phase.GATHERING)
+    transition.call_all("leave")
+    transition.arm("leave", transition.settings.deadlines.leave_deadline_s)
 
 
-def _is_worthwhile(turn: Transition, trials: PlanTrials) -> bool:
+def _is_worthwhile(transition: Transition, trials: PlanTrials) -> bool:
     """Whether there is time for another plan, as long as the ones before; the chosen plan is formed once more."""
-    share, tried = turn.settings.limits.probe_share, len(trials.step_s) + len(trials.aside)
-    run_s = turn.settings.length.total_steps * min(trials.step_s.values())
-    return share is None or (turn.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
+    share, tried = transition.settings.limits.probe_share, len(trials.step_s) + len(trials.aside)
+    run_s = transition.settings.length.total_steps * min(trials.step_s.values())
+    return share is None or (transition.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
 
 
 def _cut_short(trials: PlanTrials) -> PlanTrials:
@@ -327,49 +336,49 @@ def is_optional_trial(state: DriverState) -> bool:
     return state.trials is not None and state.trials.trying and state.trials.left[0] > 0
 
 
-def reject_plan(turn: Transition, error: Exception) -> None:
+def reject_plan(transition: Transition, error: Exception) -> None:
     """Set the plan on trial aside. Do nothing if it was already: other ranks raise as well, or lose their peers."""
-    trials, layouts = _current_trials(turn.state), turn.settings.world.layouts
+    trials, layouts = _current_trials(transition.state), transition.settings.world.layouts
     if not trials.trying:
         return
     assert layouts is not None, "there are plans to try"
     place = trials.left[0]
     why = headline(error)
     aside, first = {**trials.aside, place: why}, trials.first or error
-    turn.change(trials=replace(trials, left=trials.left[1:], aside=aside, first=first, trying=False))
-    turn.emit(Noted(text=f"{layouts.plans[place].name} is set aside, since it failed when it was tried: {why}"))
+    transition.change(trials=replace(trials, left=trials.left[1:], aside=aside, first=first, trying=False))
+    transition.emit(Noted(text=f"{layouts.plans[place].name} is set aside, since it failed when it was tried: {why}"))
 
 
-def settle_trials(turn: Transition) -> bool:
+def settle_trials(transition: Transition) -> bool:
     """Choose the fastest plan once all were tried. Return False if none works, which ends the run."""
-    state = turn.state
+    state = transition.state
     if is_optional_trial(state) and state.recovery.blame is not None:
-        reject_plan(turn, state.recovery.blame.error)
-    trials, layouts = turn.state.trials, turn.settings.world.layouts
+        reject_plan(transition, state.recovery.blame.error)
+    trials, layouts = transition.state.trials, transition.settings.world.layouts
     if trials is None or trials.left:
         return True
     assert layouts is not None, "there were plans to try"
     if not trials.step_s:
         leaner = None
-        if isinstance(trials.first, DeviceOutOfMemory) and turn.settings.limits.replan_memory:
+        if isinstance(trials.first, DeviceOutOfMemory) and transition.settings.limits.replan_memory:
             leaner = layouts.leaner(min(layouts.plans, key=lambda plan: plan.memory_bytes))
         if leaner is None:
-            turn.end_run("failed", trials.first)
+            transition.end_run("failed", trials.first)
             return False
-        _end_trials(turn)
-        turn.adjust_policy(layouts=leaner)
+        _end_trials(transition)
+        transition.adjust_policy(layouts=leaner)
         return True
     chosen, event = layouts.measured(trials.step_s, trials.aside)
-    _end_trials(turn)
-    turn.adjust_policy(layouts=chosen)
-    turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
+    _end_trials(transition)
+    transition.adjust_policy(layouts=chosen)
+    transition.emit(replace(event, seconds=transition.now_s - trials.since_s))
     return True
 
 
-def _end_trials(turn: Transition) -> None:
+def _end_trials(transition: Transition) -> None:
     """End the trials; all ranks restart from the initial state."""
-    turn.change(trials=None)
-    restart_members(turn)
+    transition.change(trials=None)
+    restart_members(transition)
 
 
 def _current_trials(state: DriverState) -> PlanTrials:

@@ -98,10 +98,10 @@ def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
         return state, ()
     kind = event_kind(event)
     assert state.phase in POSSIBLE_PHASES[kind], f"{kind[0].__name__} cannot come while {state.phase.value}"
-    turn = Transition(state, now_s)
-    _HANDLERS[type(event)](turn, event)
-    _advance(turn)
-    return turn.state, tuple(turn.effects)
+    transition = Transition(state, now_s)
+    _HANDLERS[type(event)](transition, event)
+    _advance(transition)
+    return transition.state, tuple(transition.effects)
 
 
 def event_kind(event: m.DriverEvent) -> EventKind:
@@ -156,144 +156,144 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
     return False
 
 
-def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
+def _on_lease_acquired(transition: Transition, event: m.LeaseAcquired) -> None:
     step = event.head.step if event.head else 0
-    rendezvous.start_epochs(turn, event.token)
-    turn.stand_at(step, event.told)
-    segments.on_lease_acquired(turn, event)
-    checkpointing.on_lease_acquired(turn, event)
-    failure_policy.start_recovery(turn)
-    last = step >= turn.settings.length.total_steps
-    if last and _is_evaluated(turn.state, step):
-        turn.end_run("done")
-    elif turn.state.ending and not last:
-        turn.end_run("stopped")
+    rendezvous.start_epochs(transition, event.token)
+    transition.stand_at(step, event.told)
+    segments.on_lease_acquired(transition, event)
+    checkpointing.on_lease_acquired(transition, event)
+    failure_policy.start_recovery(transition)
+    last = step >= transition.settings.length.total_steps
+    if last and _is_evaluated(transition.state, step):
+        transition.end_run("done")
+    elif transition.state.ending and not last:
+        transition.end_run("stopped")
     else:
-        rendezvous.begin_trials(turn, event)
-        membership.take_over_workers(turn, event.living)
+        rendezvous.begin_trials(transition, event)
+        membership.take_over_workers(transition, event.living)
 
 
-def _on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
-    membership.on_worker_started(turn, event)
-    if event.worker in turn.state.dynamic.apart:
-        dynamic_members.on_member_started(turn, event.worker)
+def _on_worker_started(transition: Transition, event: m.WorkerStarted) -> None:
+    membership.on_worker_started(transition, event)
+    if event.worker in transition.state.dynamic.apart:
+        dynamic_members.on_member_started(transition, event.worker)
     else:
-        dynamic_members.admit_joiners(turn)
+        dynamic_members.admit_joiners(transition)
 
 
-def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
+def _on_call_returned(transition: Transition, event: m.CallReturned) -> None:
     if event.verb == "run":
-        step_traces.on_run_returned(turn, event)
+        step_traces.on_run_returned(transition, event)
     if event.verb == "upload":
-        checkpointing.on_upload_returned(turn, event)
+        checkpointing.on_upload_returned(transition, event)
     elif event.verb == "keep":
-        checkpointing.on_memory_copy_returned(turn, event)
+        checkpointing.on_memory_copy_returned(transition, event)
     elif event.verb == "trace":
-        step_traces.on_trace_returned(turn, event)
+        step_traces.on_trace_returned(transition, event)
     elif event.verb == "interrupt":
-        failure_policy.on_stacks_returned(turn, event)
-    elif turn.state.phase is Phase.GATHERING:
-        recovery.on_call_returned(turn, event)
-    elif event.verb == "run" and dynamic_members.follows_chief(turn.state, event.worker):
-        recovery.on_chief_lost(turn, event)
-    elif event.worker in turn.state.dynamic.apart:
-        dynamic_members.on_member_answered(turn, event)
+        failure_policy.on_stacks_returned(transition, event)
+    elif transition.state.phase is Phase.GATHERING:
+        recovery.on_call_returned(transition, event)
+    elif event.verb == "run" and dynamic_members.follows_chief(transition.state, event.worker):
+        recovery.on_chief_lost(transition, event)
+    elif event.worker in transition.state.dynamic.apart:
+        dynamic_members.on_member_answered(transition, event)
     else:
-        _collect_answer(turn, event)
+        _collect_answer(transition, event)
 
 
-def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
+def _collect_answer(transition: Transition, event: m.CallReturned) -> None:
     """Note an answer; the last one ends the phase (see `_advance`)."""
-    state = turn.state
-    turn.put_answer(event.worker, event.value)
+    state = transition.state
+    transition.put_answer(event.worker, event.value)
     if state.phase is Phase.RUNNING:
-        failure_policy.note_step(turn, event.value.step)
-    segments.arm_late_timer(turn)
-    if state.phase is Phase.RUNNING and turn.state.awaiting and not state.answers:
-        turn.arm("hang", turn.state.hang_deadline_s)
+        failure_policy.note_step(transition, event.value.step)
+    segments.arm_late_timer(transition)
+    if state.phase is Phase.RUNNING and transition.state.awaiting and not state.answers:
+        transition.arm("hang", transition.state.hang_deadline_s)
 
 
-def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
-    closing = turn.state.phase is Phase.CLOSING
+def _on_call_raised(transition: Transition, event: m.CallRaised) -> None:
+    closing = transition.state.phase is Phase.CLOSING
     if event.verb == "trace":
-        step_traces.on_trace_raised(turn, event)
+        step_traces.on_trace_raised(transition, event)
     elif event.verb == "upload" and (closing or event.failure.kind == "storage"):
-        checkpointing.drop_upload_workers(turn, frozenset({event.worker}), event.failure.error)
+        checkpointing.drop_upload_workers(transition, frozenset({event.worker}), event.failure.error)
     elif event.verb == "keep" and event.failure.kind == "storage":
-        checkpointing.on_memory_copy_refused(turn, event)
+        checkpointing.on_memory_copy_refused(transition, event)
     else:
-        recovery.on_call_raised(turn, event)
+        recovery.on_call_raised(transition, event)
 
 
-def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
-    state, settings = turn.state, turn.settings
-    turn.disarm(event.name)
+def _on_timer_expired(transition: Transition, event: m.TimerExpired) -> None:
+    state, settings = transition.state, transition.settings
+    transition.disarm(event.name)
     match event.name:
         case "place":
-            membership.on_start_deadline(turn)
+            membership.on_start_deadline(transition)
         case "shrink" | "backoff" | "late":
             pass  # `_advance` looks for missing timers
         case "apart":
-            recovery.on_isolated(turn, dynamic_members.on_deadline(turn))
+            recovery.on_isolated(transition, dynamic_members.on_deadline(transition))
         case "leave":
-            recovery.on_leave_deadline(turn)
+            recovery.on_leave_deadline(transition)
         case "call":
-            recovery.on_silence(turn, settings.deadlines.call_deadline_s)
+            recovery.on_silence(transition, settings.deadlines.call_deadline_s)
         case "hang":
-            recovery.on_silence(turn, state.hang_deadline_s)
+            recovery.on_silence(transition, state.hang_deadline_s)
         case "pause":
-            segments.request_pause_if_due(turn)
+            segments.request_pause_if_due(transition)
         case "notice":
-            preemption.on_handover_deadline(turn)
+            preemption.on_handover_deadline(transition)
         case "retry":
-            checkpointing.take_snapshot(turn, "upload")
+            checkpointing.take_snapshot(transition, "upload")
         case "trace":
-            step_traces.on_end_deadline(turn)
+            step_traces.on_end_deadline(transition)
         case "upload" if state.phase is Phase.CLOSING:
-            checkpointing.abandon_upload(turn, f"not written within {settings.saving.upload_deadline_s:g} s")
+            checkpointing.abandon_upload(transition, f"not written within {settings.saving.upload_deadline_s:g} s")
         case "upload" if not state.ending:
-            segments.stop_waiting(turn)
+            segments.stop_waiting(transition)
         case _:
-            recovery.on_upload_deadline(turn)
+            recovery.on_upload_deadline(transition)
 
 
-def _advance(turn: Transition) -> None:
+def _advance(transition: Transition) -> None:
     """Follow up on what an event completed."""
-    if turn.state.phase in _PHASE_COMPLETED and segments.is_phase_complete(turn.state):
-        turn.disarm("call", "hang", "pause", "late")
-        _PHASE_COMPLETED[turn.state.phase](turn)
-    if segments.is_wait_needless(turn.state):
-        turn.disarm("upload")
-        turn.enter(Phase.READY)
-    if _is_recovery_needless(turn.state):
-        turn.end_run("stopped")
-    elif turn.state.phase is Phase.READY:
-        segments.proceed(turn)
-    elif turn.state.phase is Phase.RUNNING and preemption.wants_handover(turn.state, turn.now_s):
-        turn.request_pause()
-    if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
-        rendezvous.begin_rendezvous(turn)
-    closing = turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None
-    if closing and not step_traces.delays_end(turn):
-        _release_run(turn)
+    if transition.state.phase in _PHASE_COMPLETED and segments.is_phase_complete(transition.state):
+        transition.disarm("call", "hang", "pause", "late")
+        _PHASE_COMPLETED[transition.state.phase](transition)
+    if segments.is_wait_needless(transition.state):
+        transition.disarm("upload")
+        transition.enter(Phase.READY)
+    if _is_recovery_needless(transition.state):
+        transition.end_run("stopped")
+    elif transition.state.phase is Phase.READY:
+        segments.proceed(transition)
+    elif transition.state.phase is Phase.RUNNING and preemption.wants_handover(transition.state, transition.now_s):
+        transition.request_pause()
+    if transition.state.phase is Phase.GATHERING and recovery.is_gathered(transition):
+        rendezvous.begin_rendezvous(transition)
+    closing = transition.state.phase is Phase.CLOSING and transition.state.checkpoints.upload is None
+    if closing and not step_traces.delays_end(transition):
+        _release_run(transition)
 
 
 # --- The end of the run -----------------------------------------------------------------------------------------------
 
 
-def _on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
+def _on_stop_requested(transition: Transition, event: m.StopRequested) -> None:
     """Stop at once, except for a log entry under way; or tell rank 0 while steps run. Later phases see the request."""
-    state = turn.state
+    state = transition.state
     before = state.shutdown.stopping
-    turn.request_stop()
+    transition.request_stop()
     if not event.now:
         if not before and state.phase is Phase.RUNNING:
-            turn.call([state.membership.members[0].worker], "stop")
+            transition.call([state.membership.members[0].worker], "stop")
     elif state.phase not in (Phase.ACQUIRING, Phase.RELEASING):
-        _kill_all(turn)
-        checkpointing.abandon_upload(turn, "the run was stopped at once")
-        if turn.state.phase is not Phase.CLOSING:
-            turn.end_run("stopped")
+        _kill_all(transition)
+        checkpointing.abandon_upload(transition, "the run was stopped at once")
+        if transition.state.phase is not Phase.CLOSING:
+            transition.end_run("stopped")
 
 
 def _is_recovery_needless(state: DriverState) -> bool:
@@ -314,13 +314,13 @@ def _is_evaluated(state: DriverState, step: int) -> bool:
     return state.evaluated >= step or not checkpointing.evaluation_due(state.settings, step)
 
 
-def _release_run(turn: Transition) -> None:
+def _release_run(transition: Transition) -> None:
     """Release the lease, once nothing is uploaded any more."""
-    turn.disarm("trace")
-    turn.enter(Phase.RELEASING)
-    outcome = _outcome(turn.state)
-    _emit_run_ended(turn, outcome, _last_error(turn.state))
-    turn.want(m.ReleaseLease(outcome=outcome, step=turn.state.committed))
+    transition.disarm("trace")
+    transition.enter(Phase.RELEASING)
+    outcome = _outcome(transition.state)
+    _emit_run_ended(transition, outcome, _last_error(transition.state))
+    transition.want(m.ReleaseLease(outcome=outcome, step=transition.state.committed))
 
 
 def _outcome(state: DriverState) -> m.RunOutcome:
@@ -331,8 +331,8 @@ def _outcome(state: DriverState) -> m.RunOutcome:
     return "done" if done else state.shutdown.outcome
 
 
-def _on_lease_released(turn: Transition, event: m.LeaseReleased) -> None:
-    _finish(turn, _outcome(turn.state), _last_error(turn.state))
+def _on_lease_released(transition: Transition, event: m.LeaseReleased) -> None:
+    _finish(transition, _outcome(transition.state), _last_error(transition.state))
 
 
 def _last_error(state: DriverState) -> Exception | None:
@@ -344,39 +344,39 @@ def _last_error(state: DriverState) -> Exception | None:
     return type(error)(error.what, where=error.where, remedy=remedy, detail=error.detail)
 
 
-def _on_lease_lost(turn: Transition, event: m.LeaseLost) -> None:
+def _on_lease_lost(transition: Transition, event: m.LeaseLost) -> None:
     """Write nothing more, and end the workers, unless they belong to another driver by now.
 
     An earlier error is reported in place of this one.
     """
-    membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
-    turn.disarm()
-    error = turn.state.shutdown.error or event.error
-    if turn.state.phase is not Phase.RELEASING:
-        _emit_run_ended(turn, "failed", error)
-    _finish(turn, "failed", error)
+    membership.drop_all_workers(transition) if isinstance(event.error, RunConflict) else _kill_all(transition)
+    transition.disarm()
+    error = transition.state.shutdown.error or event.error
+    if transition.state.phase is not Phase.RELEASING:
+        _emit_run_ended(transition, "failed", error)
+    _finish(transition, "failed", error)
 
 
-def _kill_all(turn: Transition) -> None:
-    for worker in sorted([*turn.state.membership.rank_of, *turn.state.membership.spares]):
-        turn.want(m.KillWorker(worker=worker))
-    membership.drop_all_workers(turn)
+def _kill_all(transition: Transition) -> None:
+    for worker in sorted([*transition.state.membership.rank_of, *transition.state.membership.spares]):
+        transition.want(m.KillWorker(worker=worker))
+    membership.drop_all_workers(transition)
 
 
-def _emit_run_ended(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
+def _emit_run_ended(transition: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
     text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
-    reason, best = turn.state.end_reason, checkpointing.best_kept_evaluation(turn.state)
-    turn.emit(
+    reason, best = transition.state.end_reason, checkpointing.best_kept_evaluation(transition.state)
+    transition.emit(
         RunEnded(
-            outcome=outcome, step=turn.state.committed, error=text, reason=reason if outcome == "done" else "",
-            best=best_text(turn.settings.saving.best, best) if best else "",
+            outcome=outcome, step=transition.state.committed, error=text, reason=reason if outcome == "done" else "",
+            best=best_text(transition.settings.saving.best, best) if best else "",
         )
     )  # fmt: skip
 
 
-def _finish(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
-    turn.enter(Phase.FINISHED)
-    turn.want(m.FinishRun(outcome=outcome, step=turn.state.committed, error=error))
+def _finish(transition: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
+    transition.enter(Phase.FINISHED)
+    transition.want(m.FinishRun(outcome=outcome, step=transition.state.committed, error=error))
 
 
 _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {

@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="lets busy ranks wait",
         module="trainwright.driver.recovery",
-        pattern='turn.call(sorted(state.awaiting - gone), "interrupt", explain)',
+        pattern='transition.call(sorted(state.awaiting - gone), "interrupt", explain)',
         seed=114,
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         name="ends every rank that does not move",
         module="trainwright.driver.recovery",
-        pattern="_begin_recovery(turn, blame, explain=True)",
-        replacement="_begin_recovery(turn, blame, lost=state.awaiting, kill=True)",
+        pattern="_begin_recovery(transition, blame, explain=True)",
+        replacement="_begin_recovery(transition, blame, lost=state.awaiting, kill=True)",
         seed=114,
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         name="forgets who has which rank when the world shrinks",
         module="trainwright.driver.membership",
-        pattern="turn.change(members=PersistentList(members), rank_of=ranks)",
-        replacement="turn.change(members=PersistentList(members))",
+        pattern="transition.change(members=PersistentList(members), rank_of=ranks)",
+        replacement="transition.change(members=PersistentList(members))",
         seed=17,
     ),
     Mutant(
@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         name="forgets those who are to go in their groups",
         module="trainwright.driver.preemption",
-        pattern='turn.call(staying, "leave")',
+        pattern='transition.call(staying, "leave")',
         also=("preempt",),
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         name="forms a group without the worker that is making its last copy",
         module="trainwright.driver.recovery",
-        pattern="turn.also_await(copying)",
+        pattern="transition.also_await(copying)",
         also=("kill",) * 2,
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         name="never counts a failure",
         module="trainwright.driver.failure_policy",
-        pattern="turn.change(failures=state.recovery.failures + 1, failed_s=(*recent, turn.now_s))",
-        replacement="turn.change(failed_s=(*recent, turn.now_s))",
+        pattern="transition.change(failures=state.recovery.failures + 1, failed_s=(*recent, transition.now_s))",
+        replacement="transition.change(failed_s=(*recent, transition.now_s))",
         also=("crash loop",),
     ),
     Mutant(
@@ -220,19 +220,20 @@ MUTANTS = (
         name="does not tell idle ranks to leave",
         module="trainwright.driver.recovery",
         pattern="_release_workers("
-        "turn, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)",
+        "transition, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)",
     ),
     Mutant(
         name="waits for ever for survivors that are silent",
         module="trainwright.driver.recovery",
         function="on_leave_deadline",
-        pattern="_replace(turn, state.awaiting, kill=True)",
+        pattern="_replace(transition, state.awaiting, kill=True)",
         seed=14,
     ),
     Mutant(
         name="forgets whoever joins when a server is lost",
         module="trainwright.driver.dynamic_members",
-        pattern="turn.also_await(frozenset(worker for worker, pending in apart.items() if pending.doing in _CALLED))",
+        pattern="transition.also_await("
+        "frozenset(worker for worker, pending in apart.items() if pending.doing in _CALLED))",
         also=("kill", "kill"),
         seed=17,
     ),
@@ -257,7 +258,7 @@ MUTANTS = (
         name="takes processes over that cannot form again",
         module="trainwright.driver.membership",
         function="_reusable_workers",
-        pattern='turn.settings.world.reform == "in_place"',
+        pattern='transition.settings.world.reform == "in_place"',
         replacement="True",
         also=("crash",),
     ),
@@ -280,7 +281,7 @@ MUTANTS = (
     Mutant(
         name="waits for a server that has raised",
         module="trainwright.driver.recovery",
-        pattern="dynamic_members.drop_pending(turn, worker)",
+        pattern="dynamic_members.drop_pending(transition, worker)",
         also=("storage", "storage"),
         seed=39,
     ),
@@ -296,13 +297,13 @@ MUTANTS = (
         name="does not time a hang",
         module="trainwright.driver.segments",
         function="_call_run",
-        pattern="dynamic_members.arm_hang_timer(turn)",
+        pattern="dynamic_members.arm_hang_timer(transition)",
         seed=113,
     ),
     Mutant(
         name="waits for the files of a dead uploader",
         module="trainwright.driver.membership",
-        pattern="drop_upload_workers(turn, frozenset(workers))",
+        pattern="drop_upload_workers(transition, frozenset(workers))",
     ),
     Mutant(
         name="commits before all files are stored",
@@ -334,16 +335,17 @@ MUTANTS = (
     Mutant(
         name="gives the log back during a commit",
         module="trainwright.driver.state_machine",
-        pattern="turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None",
-        replacement="turn.state.phase is Phase.CLOSING",
+        pattern="transition.state.phase is Phase.CLOSING and transition.state.checkpoints.upload is None",
+        replacement="transition.state.phase is Phase.CLOSING",
         also=("commit slow", "stop now"),
         seed=68,
     ),
     Mutant(
         name="ends workers that another driver has taken over",
         module="trainwright.driver.state_machine",
-        pattern="membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
-        replacement="_kill_all(turn)",
+        pattern="membership.drop_all_workers(transition) "
+        "if isinstance(event.error, RunConflict) else _kill_all(transition)",
+        replacement="_kill_all(transition)",
         also=("stall",),
     ),
     Mutant(
@@ -365,8 +367,9 @@ MUTANTS = (
     Mutant(
         name="lets workers live when the log is lost",
         module="trainwright.driver.state_machine",
-        pattern="membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
-        replacement="membership.drop_all_workers(turn)",
+        pattern="membership.drop_all_workers(transition) "
+        "if isinstance(event.error, RunConflict) else _kill_all(transition)",
+        replacement="membership.drop_all_workers(transition)",
         seed=11,
     ),
     Mutant(
@@ -379,7 +382,7 @@ MUTANTS = (
     Mutant(
         name="goes on without the checkpoint of the best evaluation",
         module="trainwright.driver.segments",
-        pattern="is_best_unsaved(turn.state) and turn.state.checkpoints.upload is not None",
+        pattern="is_best_unsaved(transition.state) and transition.state.checkpoints.upload is not None",
         replacement="False",
         seed=41,
     ),
@@ -430,22 +433,22 @@ MUTANTS = (
     Mutant(
         name="ends before traces are written",
         module="trainwright.driver.state_machine",
-        pattern="closing and not step_traces.delays_end(turn)",
+        pattern="closing and not step_traces.delays_end(transition)",
         replacement="closing",
         seed=51,
     ),
     Mutant(
         name="waits for ever for traces",
         module="trainwright.driver.step_traces",
-        pattern='turn.arm("trace", _END_DEADLINE_S)',
+        pattern='transition.arm("trace", _END_DEADLINE_S)',
         seed=51,
     ),
     Mutant(
         name="recovers from a trace that could not be written",
         module="trainwright.driver.state_machine",
         function="_on_call_raised",
-        pattern="step_traces.on_trace_raised(turn, event)",
-        replacement="recovery.on_call_raised(turn, event)",
+        pattern="step_traces.on_trace_raised(transition, event)",
+        replacement="recovery.on_call_raised(transition, event)",
         seed=22,
     ),
 )

@@ -66,8 +66,8 @@ def test_each_owner_writes_its_part() -> None:
 
 def test_a_foreign_write_is_found() -> None:
     owners = owner_of_field()
-    assert [owners[field] for field in writes("turn.change(head=None)\nturn.enter(phase, blame=None)")] == [
+    assert [owners[field] for field in writes("transition.change(head=None)\ntransition.enter(phase, blame=None)")] == [
         "checkpointing",
         "failure_policy",
     ]
-    assert [*writes("turn.change(**changes)"), *writes("turn.state = state")] == ["*", "*"]
+    assert [*writes("transition.change(**changes)"), *writes("transition.state = state")] == ["*", "*"]
