@@ -3,7 +3,7 @@
 `isolate_llvm()` and `silence_widget_notes()` run at `import trainwright`. After the first, torch (with triton) and
 TensorFlow share a process in any order of imports. `load_module()` imports a module that needs a framework, and says
 which extra to install if it is missing.
-`keep_freed_memory()` is for processes that take steps.
+`keep_freed_memory()` is for processes that take steps, `return_freed_memory()` for those that build a divided model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ _TRITON = "triton._C.libtriton"
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # that glibc takes on 64 bits
 _KEPT_BYTES = 1 << 30
+_LEAST_RETURNED_BYTES = 1 << 20
 
 
 def load_module(module: str) -> Any:
@@ -60,16 +62,31 @@ def keep_freed_memory() -> None:
     By default malloc gives the activations of a step back to the system at its end, and takes them again in the next:
     2,000 page faults, a tenth of the time of a step of a small network on CPUs (measured).
     """
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes  # not in every process that imports trainwright
+    _set_malloc_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    _set_malloc_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    _set_malloc_option(_M_TOP_PAD, 2 * _LARGEST_MMAP_THRESHOLD)  # a thread's memory is in pieces of so many bytes
 
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return
-    set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    set_option(_M_TOP_PAD, 2 * _LARGEST_MMAP_THRESHOLD)  # a thread's memory is in pieces of so many bytes
+
+@contextmanager
+def return_freed_memory() -> Iterator[None]:
+    """Have glibc's malloc give freed blocks of 1 MiB or more to the system at once; at the end, `keep_freed_memory()`.
+
+    A rank that keeps a part of each layer would otherwise leave gaps between these parts, as large as all other parts.
+    """
+    _set_malloc_option(_M_MMAP_THRESHOLD, _LEAST_RETURNED_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _set_malloc_option(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        import ctypes  # not in every process that imports trainwright
+
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(option, value)
 
 
 def silence_widget_notes() -> None:

@@ -18,6 +18,7 @@ import trainwright as tw
 from tests.support.planner_cases import decide
 from tests.support.torch_engines import Files, adam, feed, loss, one_device, plan, saved, spec
 from trainwright.core.errors import CheckpointError, JobError, PlanError
+from trainwright.core.frameworks import keep_freed_memory
 from trainwright.core.initial_weights import InitialWeights
 from trainwright.core.job import Job
 from trainwright.planning.job_description import description_changes
@@ -359,6 +360,7 @@ def test_a_rank_never_has_all_of_the_weights_in_memory(tmp_path: Path) -> None:
     files = Counting(opened(folder(tmp_path, {f"{n}.0.weight": torch.ones(WIDTH, WIDTH) for n in range(LAYERS)})))
     job = spec(model=large_on_meta, initial_weights=files.options, weights=files)
     size_bytes = LAYERS * WIDTH * WIDTH * 4
+    keep_freed_memory()  # as in a worker
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = memory_bytes("VmRSS")
     replica = TorchReplica(job, plan(), torch.device("cpu"), "rank 0", place=kept_half)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainwright.core.errors import CheckpointError, JobError, nearest
+from trainwright.core.frameworks import return_freed_memory
 from trainwright.core.initial_weights import StoredTensor, WeightSource, matches
 from trainwright.strategies.torch.checkpoint.tensor_digests import named_digest, text_hash
 from trainwright.strategies.torch.shard_layout import ShardSlice, to_local
@@ -83,6 +84,7 @@ def load_weight_files(model: nn.Module, weights: WeightSource) -> dict[str, Stor
     return found
 
 
+@return_freed_memory()
 def load_slices(model: nn.Module, weights: WeightSource, found: StoredByName, boxes: Mapping[str, ShardSlice]) -> None:
     """Load what this rank holds of a model.
 

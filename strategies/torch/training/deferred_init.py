@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.data import fold_seed
+from trainwright.core.frameworks import return_freed_memory
 from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text_hash
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
@@ -258,7 +259,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def building(self) -> Iterator[None]:
         """Release the memory of large tensors that this thread makes, until the end of the context."""
-        with _RawAccess(self), self:
+        with return_freed_memory(), _RawAccess(self), self:
             _BUILDING.append(self)
             try:
                 yield
