@@ -28,28 +28,28 @@ class RowGroup:
     number: int  # of the row group within the file
     rows: int  # in it
     first: int  # row number of its first row in the data set
-    # first byte of its rows in the file, where a first pass found it; in a compressed file, once unpacked
+    # first byte of its rows in the file, if a first pass recorded it; in a compressed file, an offset after unpacking
     start: int = 0
-    stop: int = 0  # the byte after its last
+    stop: int = 0  # the byte after its last row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a data set holds. Picklable; the order of samples is a function of it and of the seed."""
+    """Rows, row groups and columns of a data set. Picklable; the index and the seed determine the order of samples."""
 
     rows: int  # of all groups
     groups: tuple[RowGroup, ...]  # in row order
     schema: Mapping[str, Field]  # columns of the source, before any transform
     row_bytes: int  # mean decoded size of a row
     hash: str  # SHA-256 (hexadecimal) over all of it; another hash means that the data was changed
-    base: Index | None = None  # of derived rows, the index of those that they come from
-    # by column, what a first pass found out and the source's own loader needs; the schema follows from it
+    base: Index | None = None  # of derived rows, the index of the original rows
+    # by column, facts from a first pass that the source's loader needs; the schema follows from them
     traits: Mapping[str, Any] = field(default_factory=dict)
     # by file, its bytes at the time; empty where they are not compared
     sizes: Mapping[str, int] = field(default_factory=dict)
-    in_order: bool = False  # whether rows have an order of their own, so that they are not shuffled
-    window: int = 0  # rows of those in order that may be shuffled among each other all the same
-    # rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none
+    in_order: bool = False  # whether the source fixes the order of rows, so that they are not shuffled
+    window: int = 0  # consecutive rows that may still be shuffled among each other if `in_order`
+    # rows of each batch if the source composes batches itself, so that rows are not shuffled; 0 if it does not
     batch_size: int = 0
     weight: str = ""  # column that the source gives as the samples' weights; empty for none
     classes: tuple[str, ...] = ()  # of images in a folder for each class, the names of the classes by label
@@ -74,66 +74,63 @@ class Loader(ABC):
 
     @abstractmethod
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+        """Return columns of row group `number` of the index. Raises DataError with file, row group and column."""
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         """As `load`, of some rows, counted within the row group. Other rows are not read where the source allows it."""
         return {name: array[rows] for name, array in self.load(number, columns).items()}
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
-        """Read some rows of a row group into arrays. Returns the columns that are left to `load`: here all."""
+        """Read some rows of a row group into arrays. Returns the columns that `load` must still read: here all."""
         return list(into)
 
     def twin(self) -> Loader | None:
-        """A loader of the same for another thread; None where one thread reads alone."""
+        """Return a loader of the same source for another thread; None if only one thread may read."""
         return None
 
     def begin(self, seed: int, epoch: int) -> None:  # noqa: B027  # most sources are the same in each epoch
-        """What is loaded from now on belongs to an epoch of a run with this seed."""
+        """Begin an epoch of a run with this seed; later loads belong to it."""
 
     @property
     def varying(self) -> bool:
-        """Whether rows were random, so that they are others in another epoch."""
+        """Whether loaded rows were random, so that another epoch has other rows."""
         return False
 
 
 class RowAccess(Protocol):
-    """What gives rows by number to a stream."""
+    """Random access to rows by number."""
 
     def gather(self, rows: npt.NDArray[np.int64], epoch: int = 0) -> Arrays:
         """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
 
         Args:
-            epoch: the pass that they are of, for sources whose rows are not the same in each.
+            epoch: the pass of the rows, for sources whose rows differ between passes.
         """
 
 
 class Source(ABC):
     """Where rows come from. Lazy and picklable."""
 
-    streamed: ClassVar[bool] = False  # whether Ray Data executes it, and a run delivers its rows to the workers
+    streamed: ClassVar[bool] = False  # whether Ray Data executes the source, and a run delivers its rows to the workers
 
     @property
     def needs(self) -> Mapping[str, tuple[float, float]]:
-        """Of CPUs and GPUs, what its actors of Ray Data hold, and what its largest task takes."""
+        """CPUs and GPUs by name: the number that its actors of Ray Data reserve, and the need of its largest task."""
         return {}
 
     @property
     def plan_note(self) -> str:
-        """How the rows reach the workers, for the notes of a plan; empty where it goes without saying."""
+        """How the rows reach the workers, for the notes of a plan; empty for an ordinary source."""
         return ""
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through, in order."""
+        """All user functions that process the rows, in order."""
         return ()
 
     @abstractmethod
     def index(self) -> Index:
-        """Look at the source; where its files have no index of their own, in a first pass over all of them.
-
-        Raises DataError for anything wrong.
-        """
+        """Index the source. Files without an index are read in a first pass. Raises DataError for any problem."""
 
     @abstractmethod
     def open(self, index: Index) -> Loader:
@@ -145,7 +142,7 @@ class Source(ABC):
 
 
 class SequentialSource(Source):
-    """A source whose rows come one after the other only, in an order of their own. A row is known by its place."""
+    """A source that only yields rows one after the other, in a fixed order. A row is identified by its place."""
 
     @property
     @abstractmethod
@@ -169,8 +166,8 @@ class SequentialSource(Source):
         """A reader for one process.
 
         Args:
-            feeding: data ranks whose rows it reads, as far as that spares work; None for any.
-            seed: of the run, for an order or rows that are random themselves.
+            feeding: data ranks whose rows it reads, if fewer rows save work; None for any.
+            seed: of the run, for random rows or a random order.
         """
 
     def open(self, index: Index) -> NoReturn:
@@ -193,12 +190,12 @@ def even_groups(file: str, rows: int, size: int) -> tuple[RowGroup, ...]:
 
 @dataclass(kw_only=True)
 class PassResult:
-    """What a pass over the data found. It does not travel with the job."""
+    """The cached result of a pass over the data. It is not pickled with the job."""
 
     found: dict[str, Any] = field(default_factory=dict)  # by the hash of the data
 
     def get(self, index: Index, make: Callable[[], _Result]) -> _Result:
-        """Return what was found, or find it now."""
+        """Return the cached result, or compute it with `make`."""
         if index.hash not in self.found:
             self.found = {index.hash: make()}
         result: _Result = self.found[index.hash]
@@ -298,13 +295,13 @@ _SIZED_OBJECTS = 8  # whose content stands for that of all others
 
 
 def content_bytes(array: npt.NDArray[Any]) -> int:
-    """Size of an array; with objects, their content is estimated from a few of them."""
+    """Size of an array; the content of objects is estimated from a few of them."""
     return int(array.nbytes) + (_objects_bytes(array.reshape(-1)) if array.dtype == object else 0)
 
 
 def _objects_bytes(values: Sequence[Any] | npt.NDArray[Any]) -> int:
-    few = values[:: -(-len(values) // _SIZED_OBJECTS) or 1]
-    return sum(map(_object_bytes, few)) * len(values) // max(len(few), 1)
+    sampled = values[:: -(-len(values) // _SIZED_OBJECTS) or 1]
+    return sum(map(_object_bytes, sampled)) * len(values) // max(len(sampled), 1)
 
 
 def _object_bytes(value: Any) -> int:
@@ -337,21 +334,23 @@ def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
 
 
 def require_same_fields(
-    here: Mapping[str, Field],
+    fields: Mapping[str, Field],
     others: Mapping[str, Field],
     what: str,
     where: str,
     remedy: str = "give every row the same columns, types and shapes",
 ) -> None:
-    """Raise DataError, naming `where`, for a column that is another one than in the others, which are called `what`."""
-    for name in sorted({*here, *others}):
-        if here.get(name) != others.get(name):
-            own, other = here.get(name, "missing"), others.get(name, "missing")
-            raise DataError(f"column {name!r} is {own} here and {other} in {what}", where=where, remedy=remedy)
+    """Raise DataError, naming `where`, for a column that differs from `others`, which the error calls `what`."""
+    for name in sorted({*fields, *others}):
+        if fields.get(name) != others.get(name):
+            own_field, other_field = fields.get(name, "missing"), others.get(name, "missing")
+            raise DataError(
+                f"column {name!r} is {own_field} here and {other_field} in {what}", where=where, remedy=remedy
+            )
 
 
 def select_columns(columns: Mapping[str, Any], names: Iterable[str] | None, where: str = "") -> tuple[str, ...]:
-    """The names asked for, all of them for None; raises DataError with the nearest name for one that is missing."""
+    """Return `names`, or all columns for None. Raises DataError with the nearest name for a missing column."""
     chosen = tuple(columns) if names is None else tuple(names)
     for name in chosen:
         if name not in columns:
@@ -376,7 +375,7 @@ def _tensor(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
 
 
 def require_no_nulls(array: pa.Array, where: str) -> None:
-    """Refuse nulls at any depth of lists, and those that a dictionary holds."""
+    """Raise DataError for nulls in the array, in nested lists, or in a dictionary."""
     if array.null_count:
         raise DataError(
             f"{array.null_count} of {len(array)} values are null",
@@ -422,7 +421,7 @@ class TableSource(Source):
 
 
 class _TableLoader(Loader):
-    """Gives the arrays themselves."""
+    """Returns the arrays of the table without a copy."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
@@ -457,7 +456,7 @@ def arrays_from_table(data: Any) -> Arrays:
 
 
 def unique_names(names: Iterable[Any], where: str = "") -> list[str]:
-    """Names of columns as text; raises DataError, naming `where`, for one that comes twice."""
+    """Return column names as text. Raises DataError, naming `where`, for a duplicate name."""
     texts = [str(name) for name in names]
     for name, count in Counter(texts).items():
         if count > 1:

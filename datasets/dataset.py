@@ -60,7 +60,7 @@ from trainwright.datasets.sample_order import MEMORY_BYTES
 __all__ = ["Dataset", "Field", "Index", "first_batch", "first_row", "parquet", "table", "transformed_fields"]
 
 
-_HASHED_ROWS = 8  # each may take the reading of a row group
+_HASHED_ROWS = 8  # each may read a whole row group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,10 @@ class Dataset:
         """Apply `function(row, rng) -> row` to each row.
 
         A row is a dict of values by column name; `rng` is seeded by (seed, epoch, sample), so that a row changes in the
-        same way in every process and after a restart. Every row gives one row, of one type and shape.
+        same way in every process and after a restart. Each row gives one row; all have the same types and shapes.
 
         Raises:
-            DataError: the function cannot be called with (row, rng); likewise in the other methods that take one.
+            DataError: the function cannot be called with (row, rng). Other methods check their functions likewise.
         """
         check_arguments(function, "map")
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
@@ -97,22 +97,22 @@ class Dataset:
     ) -> Dataset:
         """Apply `function(columns) -> columns` to many rows at once.
 
-        `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
-        rows in the same order.
+        `columns` are arrays by name, of any number of rows. The function treats each row independently and returns as
+        many rows in the same order.
 
-        Give a class in place of a function for what is slow to open, such as a model. A process makes one object of it,
-        calls that for all batches, and calls its `close()`, if it has one, at the end. A heavy class runs on as many
-        actors as fit into the CPUs or GPUs that the plan leaves, each with that many of its own. An actor that dies is
-        replaced, and so is one that is silent for ten times as long as any batch took (15 s at least, and at most half
-        of the job's `hang_deadline_s`, by default 5 minutes).
+        Give a class instead of a function where opening is slow, such as for a model. Each process creates one object,
+        calls it for all batches, and calls its `close()`, if any, at the end. A heavy class runs on as many actors as
+        fit into the CPUs or GPUs that the plan leaves; each actor reserves `cpus` and `gpus`. An actor is replaced if
+        it dies, or is silent for ten times as long as the slowest batch took (15 s at least, and at most half of the
+        job's `hang_deadline_s`, by default 5 minutes).
 
         Args:
-            function: from columns to columns, or a class whose objects are called so.
-            cpus, gpus: that each call takes; above 0 the function is heavy and runs on Ray Data.
+            function: from columns to columns, or a class whose objects are such functions.
+            cpus, gpus: resources of each call; above 0 the function is heavy and runs on Ray Data.
             fn_constructor_args, fn_constructor_kwargs: arguments of the class.
 
         Raises:
-            DataError: the function cannot be called so, or `cpus` or `gpus` is negative.
+            DataError: the function cannot be called with (columns), or `cpus` or `gpus` is negative.
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
@@ -134,20 +134,20 @@ class Dataset:
         return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
 
     def filter(self, function: RowPredicate) -> Dataset:
-        """Keep the rows for which `function(row)` is true; see `datasets.ops.derived_dataset` for what that costs.
+        """Keep the rows for which `function(row)` is true; `datasets.ops.derived_dataset` explains the cost.
 
-        Raises DataError, here and in the other methods that make rows, where a transform of ours runs on Ray Data.
+        Raises DataError if an earlier transform runs on Ray Data; so do `filter_batches`, `flat_map` and `pack`.
         """
         check_arguments(function, "filter")
         return self._derived(Filter(function=function))
 
     def filter_batches(self, function: BatchPredicate) -> Dataset:
-        """Keep the rows for which `function(columns)` is true: one boolean for each of many rows at once."""
+        """Keep the rows for which `function(columns)` is true; it returns one boolean for each of many rows."""
         check_arguments(function, "filter_batches")
         return self._derived(BatchFilter(function=function))
 
     def flat_map(self, function: RowsFunction) -> Dataset:
-        """Make any number of rows of each row: `function(row)` returns or yields them."""
+        """Turn each row into any number of rows, which `function(row)` returns or yields."""
         check_arguments(function, "flat_map")
         return self._derived(FlatMap(function=function))
 
@@ -159,10 +159,10 @@ class Dataset:
         Args:
             tokenizer: name for `transformers.AutoTokenizer`, a tokeniser of `transformers` or `tokenizers`, or a
                 function from text to a list of token numbers; by default the bytes of UTF-8.
-            column: that holds the text; it is left out afterwards.
+            column: column of the text; it is dropped.
             to: column of the tokens.
             end: token that ends each document; None adds none, and `auto` adds the tokeniser's own `eos_token_id` where
-                its answer does not end with that.
+                its output does not end with it.
             cpus: as for `map_batches`.
 
         Raises:
@@ -171,7 +171,7 @@ class Dataset:
         return self.map_batches(Tokenize(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
 
     def pack(self, length: int, column: str = "tokens", *, split: bool = True) -> Dataset:
-        """Lay documents end to end and cut them into sequences of one length.
+        """Concatenate documents and cut them into sequences of one length.
 
         Each row is then a sequence of four columns, all of shape (length,): the tokens, `mask` (1 where there is a
         token), `segment` (the document, counted from 1, 0 for padding) and `position` (of a token in its piece of the
@@ -180,8 +180,8 @@ class Dataset:
         Args:
             length: of a sequence, in tokens.
             column: arrays of tokens, one document a row.
-            split: whether a document may continue in the next sequence; otherwise one that does not fit begins a new
-                sequence, and one longer than `length` is cut.
+            split: whether a document may continue in the next sequence; otherwise a document that does not fit starts
+                a new sequence, and a document longer than `length` is cut.
 
         Raises:
             DataError: `length` is below 1, or a transform before it runs on Ray Data.
@@ -191,28 +191,28 @@ class Dataset:
         return self._derived(Pack(column=column, length=length, split=split))
 
     def beside(self, other: Dataset) -> Dataset:
-        """This data set with the columns of another that has as many rows, such as what `tw.predict` made of it.
+        """Add the columns of a data set with as many rows, such as the predictions of `tw.predict` for this one.
 
-        The other's column `sample` says which row of this one each of its rows belongs to, and is left out. Rows are
-        numbered as here: filters and packs renumber them. The order is this one's. Earlier transforms see the columns
-        of their own data set alone; those of the other are seeded like those of this one.
+        The column `sample` of `other` holds row numbers of this data set, and is dropped. Filters and packs renumber
+        rows. The order stays the order of this data set. Earlier transforms see only the columns of their own data set;
+        the transforms of `other` get the same seeds as the transforms of this data set.
 
         Raises:
-            DataError: a data set has no rows by number. When rows are read: a row is missing in the other, comes twice
-                or does not exist here, or both have a column of one name.
+            DataError: a data set has no rows by number. When rows are read: a row is missing in `other`, comes twice
+                or does not exist in this data set, or both have a column of one name.
         """
         source, transforms = zip_datasets(self, other)
         return replace(self, source=source, transforms=transforms)
 
     def weighted(self, by: Any, samples_per_epoch: int | None = None) -> Dataset:
-        """Draw rows with replacement, each with a probability in proportion to its weight, anew in each epoch.
+        """Draw other rows in each epoch, with replacement and with probabilities proportional to their weights.
 
-        An epoch is `samples_per_epoch` rows, by default as many as the data has. They are a function of the job's seed
-        and the epoch. Transforms that come before are applied to the drawn rows.
+        An epoch has `samples_per_epoch` rows, by default as many as the data. They are a function of the job's seed
+        and the epoch. Earlier transforms are applied to the drawn rows.
 
         Args:
-            by: a column of the source (before any `map`) or an array, with a weight of 0 or more for each row. They
-                take 8 bytes a row in each process.
+            by: a column of the source (before any `map`) or an array, with a weight of 0 or more for each row. The
+                weights take 8 bytes a row in each process.
 
         Raises:
             DataError: the data has no rows by number or is sampled already. When it is indexed: weights do not fit.
@@ -222,16 +222,16 @@ class Dataset:
         return self._sampled("weighted", by, WeightedSampler(rows=samples_per_epoch))
 
     def bucketed(self, by: Any, batch_size: int) -> Dataset:
-        """Put rows of similar length into one batch, which needs less padding; each row comes once in an epoch.
+        """Put rows of similar length into one batch, which saves padding; each row comes once in an epoch.
 
-        The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled: a
-        function of the job's seed and the epoch, whatever the job's `shuffle`. The short last batch comes last. Rows of
-        a batch come from all over the data: a reader should hold them in memory (128 MiB decoded), or reading is slow.
+        The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. The
+        order depends on the job's seed and the epoch, not on its `shuffle`. The short last batch comes last. The rows
+        of a batch come from all over the data, so reading is slow if a reader cannot keep it in memory (128 MiB).
 
         Args:
             by: a column of the source (before any `map`) with numbers, or with texts or lists, whose lengths count; or
-                an array of lengths. They take 8 bytes a row in each process.
-            batch_size: the job's.
+                an array of lengths. The lengths take 8 bytes a row in each process.
+            batch_size: of the job.
 
         Raises:
             DataError: the data has no rows by number or is sampled already. When it is indexed: lengths do not fit.
@@ -246,7 +246,7 @@ class Dataset:
         return replace(self, source=SampledSource(whole=self.source, by=values, sampler=sampler))
 
     def need_rows_by_number(self, word: str) -> None:
-        """Raise DataError, naming the operation, where rows come in an order of their own, or others in each epoch."""
+        """Raise DataError, naming the operation, if rows have a fixed order, or each epoch has other rows."""
         if isinstance(self.source, SampledSource):
             raise DataError(
                 f"{word} comes after weighted or bucketed, whose rows are others in each epoch",
@@ -272,12 +272,12 @@ class Dataset:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through, in order."""
+        """All user functions that process the rows, in order."""
         return (*self.source.functions, *(step.function for step in self.transforms))
 
     @property
     def heavy(self) -> bool:
-        """Whether a transform asks for CPUs or GPUs of its own, and so for Ray Data."""
+        """Whether a transform requests CPUs or GPUs, and therefore runs on Ray Data."""
         return any(step.heavy for step in self.transforms)
 
     @property
@@ -287,12 +287,12 @@ class Dataset:
 
     @property
     def stateful(self) -> bool:
-        """Whether a heavy transform is slow to open, so that only the actors of Ray Data shall open it."""
+        """Whether a heavy transform is slow to open, so that only actors of Ray Data may open it."""
         return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
 
     @property
     def needs(self) -> dict[str, float]:
-        """The most CPUs and GPUs that one call of a transform asks for."""
+        """The most CPUs and GPUs that one call of a transform requests."""
         steps = [step for step in self.transforms if isinstance(step, BatchMap)]
         return {
             "CPU": max((step.cpus for step in steps), default=0.0),
@@ -300,19 +300,19 @@ class Dataset:
         }
 
     def index(self) -> Index:
-        """Look at the source: rows, row groups, columns. Raises DataError for anything wrong with it."""
+        """Return rows, row groups and columns of the source. Raises DataError for any problem of the source."""
         return self.source.index()
 
     def sampled_hash(self, index: Index, columns: Iterable[str] | None) -> str:
-        """Return a SHA-256 over the content of a few rows of the source, spread over all of them.
+        """Return a SHA-256 over the content of a few evenly spaced rows of the source.
 
-        The hash of an index tells the names and sizes of files, which stay the same where files are rewritten. Rows
-        that are filtered, packed or sampled are those that they come from. Empty where rows are random, have no numbers
-        or are in Ray: the index hashes what can be known of them.
+        The hash of an index covers the names and sizes of files, which can stay the same when files are rewritten. For
+        filtered, packed or sampled data, the hash covers rows of the original data. It is empty if rows are random,
+        have no numbers or are in Ray.
 
         Args:
             index: of this data set.
-            columns: that are needed; None for all.
+            columns: to hash; None for all.
 
         Raises:
             DataError: a row cannot be read.
@@ -326,11 +326,11 @@ class Dataset:
             return ""
         loader, names = source.open(index), self.source_columns(index, columns)
         rows = np.unique(np.linspace(0, index.rows - 1, _HASHED_ROWS).astype(np.int64))
-        found = TableSource(arrays=read_single_rows(loader, index, names, rows))
-        return "" if loader.varying else found.index().hash
+        sampled_rows = TableSource(arrays=read_single_rows(loader, index, names, rows))
+        return "" if loader.varying else sampled_rows.index().hash
 
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
-        """Columns to read so that `columns` can be given; DataError for one that is not there."""
+        """Return the source columns that `columns` need. Raises DataError for a missing column."""
         return tuple(index.schema) if self.transforms else select_columns(index.schema, columns, repr(self))
 
     def reader(
@@ -346,11 +346,11 @@ class Dataset:
 
         Args:
             index: of this data set.
-            columns: that are needed; None for all.
-            blocks: first rows of the blocks that are kept; None for row groups.
-            memory_bytes: that they may take.
-            seed: for rows that are random themselves.
-            feeding: data ranks whose rows are read, as far as that spares work; None for any.
+            columns: to read; None for all.
+            blocks: first rows of the blocks that are kept in memory; None for row groups.
+            memory_bytes: limit of the kept blocks.
+            seed: for random rows of the source.
+            feeding: data ranks whose rows are read, if fewer rows save work; None for any.
         """
         names = self.source_columns(index, columns)
         if isinstance(self.source, SequentialSource):
@@ -417,7 +417,7 @@ def table(data: Any) -> Dataset:
     return Dataset(source=TableSource(arrays=arrays_from_table(data)))
 
 
-# --- One transformed row, before a run and without its delivery -------------------------------------------------------
+# --- One transformed row, computed before a run -----------------------------------------------------------------------
 
 
 _TRIED_ROWS = 4  # where the first row cannot be read
@@ -441,7 +441,7 @@ def first_row(dataset: Dataset, index: Index, columns: Iterable[str] | None = No
     A slow transform, such as a model on a GPU, is opened by a task of Ray only, once for each calling process.
 
     Raises:
-        DataError, UserCodeError: none of a few rows can be read, or what a transform needs cannot be opened.
+        DataError, UserCodeError: none of a few rows can be read, or a transform cannot be opened.
         HangError: the task of Ray did not end in time.
     """
     if not dataset.stateful:
@@ -449,8 +449,8 @@ def first_row(dataset: Dataset, index: Index, columns: Iterable[str] | None = No
     key = (index.hash, repr(dataset), *(getattr(step.function, "key", id(step)) for step in dataset.transforms))
     if key not in _COMPUTED:
         _COMPUTED[key] = _row_of_task(dataset, index) or _first_readable_row(dataset, index, None)
-    found = _COMPUTED[key]
-    return {name: found[name] for name in select_columns(found, columns, repr(dataset))}
+    row = _COMPUTED[key]
+    return {name: row[name] for name in select_columns(row, columns, repr(dataset))}
 
 
 def _first_readable_row(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> Arrays:
@@ -474,11 +474,11 @@ def _row_of_task(dataset: Dataset, index: Index) -> Arrays | None:
     needs = dataset.needs
     task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_compute_row)
     try:
-        found: Arrays | TrainwrightError = ray.get(task.remote(dumps((dataset, index))), timeout=_DEADLINE_S)
+        row: Arrays | TrainwrightError = ray.get(task.remote(dumps((dataset, index))), timeout=_DEADLINE_S)
     except GetTimeoutError as error:
-        asked = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
+        resources = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
         raise HangError(
-            f"no process with {asked} computed the first row of {dataset!r} within {_DEADLINE_S:g} s",
+            f"no process with {resources} computed the first row of {dataset!r} within {_DEADLINE_S:g} s",
             remedy="see what holds them, or declare less",
         ) from error
     except RayTaskError as error:
@@ -487,9 +487,9 @@ def _row_of_task(dataset: Dataset, index: Index) -> Arrays | None:
             remedy="install what its functions import on every node",
             detail=str(error),
         ) from error
-    if isinstance(found, TrainwrightError):
-        raise found
-    return found
+    if isinstance(row, TrainwrightError):
+        raise row
+    return row
 
 
 def _compute_row(pickled: bytes) -> Arrays | TrainwrightError:

@@ -22,12 +22,12 @@ from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import SampleOrder, choose_lanes
 
 _COUNTED_ROWS = 1_000_000
-_SHUFFLED_ROWS = 2_000_000  # of larger data the shuffle takes too long to measure
-_CLASSES = 100
-_HUGE_BYTES, _ALONE_BYTES = 512 << 20, 64 << 20
-_TINY_BYTES, _MANY = 1 << 20, 1000
-_UNEVEN, _SKEWED = 4.0, 20.0
-_TEXT = 60
+_SHUFFLED_ROWS = 2_000_000  # measuring the shuffle of larger data takes too long
+_MAX_CLASSES = 100
+_HUGE_BYTES, _SINGLE_GROUP_BYTES = 512 << 20, 64 << 20
+_TINY_BYTES, _MANY_FILES = 1 << 20, 1000
+_UNEVEN_RATIO, _SKEWED_RATIO = 4.0, 20.0
+_MAX_TEXT_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class _FileStatistics:
 
     count: int  # of them
     size_bytes: int  # of all
-    # by column that has any, as the files' own statistics say (parquet, columns of single values)
+    # by column with nulls, from the statistics in the files (parquet, columns of single values)
     nulls: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found."""
+    """The result of `inspect`."""
 
     source: str  # as the user wrote it
     rows: int  # of the data set
@@ -66,9 +66,9 @@ class Inspection:
     # by integer column of few values: rows of each value, the most frequent first
     classes: Mapping[str, Mapping[int, int]]
     counted_rows: int  # rows that `classes` was counted over
-    # how well training shuffles it; None where it does not, or it has too many rows to measure that
+    # how well training shuffles the rows; None if it does not, or if there are too many rows to measure
     shuffle: ShuffleQuality | None
-    problems: tuple[str, ...]  # what could not be read, in words
+    problems: tuple[str, ...]  # sentences about unreadable rows, columns or files
 
     @property
     def imbalance(self) -> float:
@@ -77,7 +77,7 @@ class Inspection:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is worth mending, in words, each with a remedy."""
+        """Sentences about problems, each with a remedy."""
         return tuple(_warnings(self))
 
 
@@ -100,13 +100,13 @@ def inspect(
         delivery: of the job.
 
     Raises:
-        DataError: there is no index; what is wrong with single rows goes into `problems`.
+        DataError: there is no index; `problems` has the errors of single rows.
     """
     index = dataset.index()
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
     problems: list[str] = []
     stride = max(-(-index.rows // _COUNTED_ROWS), 1)  # of the row groups that classes are counted over
-    picked = [] if index.in_order else list(range(0, len(index.groups), stride))
+    counted_groups = [] if index.in_order else list(range(0, len(index.groups), stride))
     shuffled = shuffled and not index.in_order and index.rows <= _SHUFFLED_ROWS
     rows = np.array([group.rows for group in index.groups])
     columns, samples = _samples(dataset, index, sample_rows, problems)
@@ -115,20 +115,20 @@ def inspect(
         rows=index.rows,
         row_bytes=index.row_bytes,
         groups=len(index.groups),
-        group_rows=_spread(rows),
-        group_bytes=_spread(rows * index.row_bytes),
+        group_rows=_distribution(rows),
+        group_bytes=_distribution(rows * index.row_bytes),
         columns=columns,
         files=_files(dataset, index, problems),
         delivery=delivery_of(dataset, delivery),
         samples=samples,
-        classes=_classes(dataset, index, picked, problems),
-        counted_rows=sum(index.groups[number].rows for number in picked),
+        classes=_classes(dataset, index, counted_groups, problems),
+        counted_rows=sum(index.groups[number].rows for number in counted_groups),
         shuffle=shuffle_quality(SampleOrder(lanes=lanes), batch_size) if shuffled else None,
         problems=tuple(problems),
     )
 
 
-def _spread(numbers: Any) -> _Distribution:
+def _distribution(numbers: Any) -> _Distribution:
     return _Distribution(least=float(numbers.min()), median=float(np.median(numbers)), most=float(numbers.max()))
 
 
@@ -136,17 +136,17 @@ def _samples(
     dataset: Dataset, index: Index, rows: int, problems: list[str]
 ) -> tuple[Mapping[str, Field], tuple[Mapping[str, Any], ...]]:
     try:
-        found = dataset.read(index, range(min(max(rows, 1), index.rows)))
+        arrays = dataset.read(index, range(min(max(rows, 1), index.rows)))
     except DataError as error:
         problems.append(f"the first rows cannot be read: {error.summary}")
         return index.schema, ()
-    fields = schema_of(found)
-    shown = ({name: _value(array[row]) for name, array in found.items()} for row in range(min(rows, index.rows)))
-    return fields, tuple(shown)
+    fields = schema_of(arrays)
+    samples = ({name: _value(array[row]) for name, array in arrays.items()} for row in range(min(rows, index.rows)))
+    return fields, tuple(samples)
 
 
 def _value(value: Any) -> Any:
-    """A value for people and for JSON."""
+    """Return a value that can be printed and written as JSON."""
     if isinstance(value, np.ndarray):
         if value.size and value.dtype.kind in "iufb":
             return f"{value.dtype} {list(value.shape)}, {value.min():g} to {value.max():g}"
@@ -158,28 +158,28 @@ def _value(value: Any) -> Any:
     text = value if isinstance(value, str) else None if isinstance(value, int | float) else str(value)
     if text is None:
         return value
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[: _MAX_TEXT_CHARS - 1]}…"
 
 
-def _classes(dataset: Dataset, index: Index, picked: list[int], problems: list[str]) -> Mapping[str, Mapping[int, int]]:
-    if not picked:
+def _classes(dataset: Dataset, index: Index, groups: list[int], problems: list[str]) -> Mapping[str, Mapping[int, int]]:
+    if not groups:
         return {}
     loader = dataset.source.open(index)
     integers = [name for name, field in index.schema.items() if not field.shape and field.dtype.kind in "iub"]
     counts: dict[str, Counter[int]] = {name: Counter() for name in integers}
-    for number in picked:
-        loaded = _loaded(loader, number, list(counts), problems)
+    for number in groups:
+        arrays = _readable_columns(loader, number, list(counts), problems)
         for name in list(counts):
-            values, rows = np.unique(loaded.get(name, ()), return_counts=True)
-            if name in loaded and len(values) <= _CLASSES:
+            values, rows = np.unique(arrays.get(name, ()), return_counts=True)
+            if name in arrays and len(values) <= _MAX_CLASSES:
                 counts[name].update(dict(zip(map(int, values), map(int, rows), strict=True)))
-            if name not in loaded or max(len(values), len(counts[name])) > _CLASSES:
+            if name not in arrays or max(len(values), len(counts[name])) > _MAX_CLASSES:
                 del counts[name]
-    return {name: dict(found.most_common()) for name, found in counts.items()}
+    return {name: dict(counter.most_common()) for name, counter in counts.items()}
 
 
-def _loaded(loader: Loader, number: int, names: list[str], problems: list[str]) -> Arrays:
-    """Columns of a row group, without those that cannot be read."""
+def _readable_columns(loader: Loader, number: int, names: list[str], problems: list[str]) -> Arrays:
+    """Return the readable columns of a row group."""
     if not names:
         return {}
     try:
@@ -188,10 +188,10 @@ def _loaded(loader: Loader, number: int, names: list[str], problems: list[str]) 
         if len(names) == 1:
             problems.append(f"column {names[0]!r} cannot be counted: {error.summary}")
             return {}
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name in names:
-        found |= _loaded(loader, number, [name], problems)
-    return found
+        arrays |= _readable_columns(loader, number, [name], problems)
+    return arrays
 
 
 def _files(dataset: Dataset, index: Index, problems: list[str]) -> _FileStatistics | None:
@@ -203,7 +203,7 @@ def _files(dataset: Dataset, index: Index, problems: list[str]) -> _FileStatisti
         system, _ = resolve_file_system(path)
         sizes = [info.size or 0 for info in system.get_file_info(names)]
         parquet = isinstance(dataset.source, ParquetSource)
-        nulls = _nulls(system, names[:_MANY], index) if parquet else {}
+        nulls = _nulls(system, names[:_MANY_FILES], index) if parquet else {}
     except (OSError, pa.ArrowException) as error:
         problems.append(f"the files cannot be looked at: {error}")
         return None
@@ -224,27 +224,28 @@ def _nulls(system: pafs.FileSystem, names: list[str], index: Index) -> Mapping[s
     return {name: count for name, count in counts.items() if count and name in index.schema}
 
 
-def _warnings(found: Inspection) -> Iterator[str]:
+def _warnings(inspection: Inspection) -> Iterator[str]:
     convert = "write it again with `trainwright data convert`"
-    yield from found.problems
-    if found.group_bytes.most > _HUGE_BYTES:
+    yield from inspection.problems
+    if inspection.group_bytes.most > _HUGE_BYTES:
         yield (
-            f"the largest row group decodes to {found.group_bytes.most / 2**20:,.0f} MiB, which every reader of a part "
-            f"of it must hold: {convert}"
+            f"the largest row group decodes to {inspection.group_bytes.most / 2**20:,.0f} MiB, which every reader of a "
+            f"part of it must hold: {convert}"
         )
-    elif found.groups == 1 and found.group_bytes.most > _ALONE_BYTES:
+    elif inspection.groups == 1 and inspection.group_bytes.most > _SINGLE_GROUP_BYTES:
         yield f"all rows are in one row group, which every worker must decode whole: {convert}"
-    if found.files is not None and found.files.count >= _MANY:
-        mean = found.files.size_bytes / found.files.count
+    files = inspection.files
+    if files is not None and files.count >= _MANY_FILES:
+        mean = files.size_bytes / files.count
         if mean < _TINY_BYTES:
-            yield f"{found.files.count:,} files of {mean / 1024:,.0f} KiB each are slow to open one by one: {convert}"
-    if found.groups > 1 and found.imbalance > _UNEVEN:
-        yield f"the largest row group has {found.imbalance:.1f} times the rows of the mean: {convert}"
-    for name, count in found.files.nulls.items() if found.files is not None else ():
+            yield f"{files.count:,} files of {mean / 1024:,.0f} KiB each are slow to open one by one: {convert}"
+    if inspection.groups > 1 and inspection.imbalance > _UNEVEN_RATIO:
+        yield f"the largest row group has {inspection.imbalance:.1f} times the rows of the mean: {convert}"
+    for name, count in files.nulls.items() if files is not None else ():
         yield f"column {name!r} has {count:,} nulls: drop or fill them, reading them stops a run"
-    for name, counts in found.classes.items():
+    for name, counts in inspection.classes.items():
         most, least = max(counts.values()), min(counts.values())
-        if len(counts) > 1 and most > _SKEWED * least:
+        if len(counts) > 1 and most > _SKEWED_RATIO * least:
             yield (
                 f"the values of {name!r} are skewed: the most frequent comes {most / least:,.0f} times as often as "
                 "the rarest; weigh the loss, or mix by class"
@@ -259,14 +260,13 @@ _BLOCKS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleQuality:
-    """Statistics of an order. Of a perfect permutation the first two are 1 and the third is 0, but for chance."""
+    """Statistics of an order. A perfect permutation has about 1 for the first two, and about 0 for the third."""
 
-    # mean distance, in positions of an epoch, between rows that are stored next to each other, over that of a perfect
-    # permutation, a third of the rows. Below 1, neighbours stay together.
+    # mean distance, in positions of an epoch, between rows that are stored next to each other, divided by the distance
+    # in a perfect permutation, a third of the rows. Below 1, neighbours stay together.
     scatter: float
-    # chi-square of what batches hold of each of 20 equal parts of the storage, over its expectation. Above 1, batches
-    # hold more of some parts and less of others than chance gives; below 1 they are more even, as stratified samples
-    # are.
+    # chi-square of the rows that batches have from each of 20 equal parts of the storage, divided by its expectation.
+    # Above 1, batches are less even than random ones; below 1 they are more even, like stratified samples.
     clumping: float
     # rank correlation (Spearman) of the rows' positions in two epochs. Above 0, rows come at similar times.
     memory: float
@@ -287,7 +287,7 @@ def shuffle_quality(order: SampleOrder, batch_size: int) -> ShuffleQuality:
 
 
 def _block_clumping(rows: Rows, batch_size: int) -> float:
-    """Mean over full batches of the chi-square statistic, over its mean for draws without replacement."""
+    """Return the mean chi-square statistic of full batches, divided by its mean for draws without replacement."""
     total = len(rows)
     size = min(batch_size, total - 1)
     batches = total // size if size else 0
@@ -296,9 +296,9 @@ def _block_clumping(rows: Rows, batch_size: int) -> float:
         return 1.0
     share = rows[: batches * size].reshape(batches, size) * blocks // total
     counts = np.stack([np.bincount(batch, minlength=blocks) for batch in share])
-    wanted = size * np.bincount(np.arange(total) * blocks // total, minlength=blocks) / total
+    expected_counts = size * np.bincount(np.arange(total) * blocks // total, minlength=blocks) / total
     expected = (blocks - 1) * (total - size) / (total - 1)
-    return float((((counts - wanted) ** 2) / wanted).sum(1).mean() / expected)
+    return float((((counts - expected_counts) ** 2) / expected_counts).sum(1).mean() / expected)
 
 
 # --- Conversion to parquet, and the format of files -------------------------------------------------------------------
@@ -318,23 +318,23 @@ _PIECE_ROWS = 4096  # transformed at a time
 
 
 def detect_format(path: str) -> str:
-    """The format of a file, a folder or a glob, by suffixes; names that begin with `_` or `.` do not count.
+    """Return the format of a file, a folder or a glob by suffixes; names that begin with `_` or `.` do not count.
 
-    Raises DataError where no suffix is known, or where files of several formats lie together.
+    Raises DataError for an unknown suffix, or for files of several formats.
     """
     text = absolute_path(path)
     if _format(text):
         return _format(text)
     system, root = resolve_file_system(text)
     root = root.rstrip("/")
-    _, _, listed = list_files(system, root, path)
-    names = (_format(info.path) for info in filter_files(listed, root, ("",)))
-    found = Counter(name for name in names if name)
-    if len(found) == 1:
-        return next(iter(found))
+    _, _, files = list_files(system, root, path)
+    names = (_format(info.path) for info in filter_files(files, root, ("",)))
+    formats = Counter(name for name in names if name)
+    if len(formats) == 1:
+        return next(iter(formats))
     choices = f"name one with --format: {', '.join(_FORMATS)}"
-    if found:
-        words = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+    if formats:
+        words = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         raise DataError(f"files of several formats lie here: {words}", where=path, remedy=f"name a glob, or {choices}")
     suffixes = ", ".join(suffix for group in _FORMATS.values() for suffix in group)
     raise DataError("the format is not known by the suffix", where=path, remedy=f"use {suffixes}, or {choices}")
@@ -347,9 +347,9 @@ def open_dataset(path: str, kind: str | None = None) -> Dataset:
     name = kind or detect_format(path)
     if name not in _FORMATS:
         raise DataError(f"there is no format {name!r}", where=path, remedy=nearest(name, _FORMATS))
-    made = getattr(constructors, name)(path)
-    assert isinstance(made, Dataset)
-    return made
+    dataset = getattr(constructors, name)(path)
+    assert isinstance(dataset, Dataset)
+    return dataset
 
 
 def convert(
@@ -364,7 +364,7 @@ def convert(
 
     Args:
         dataset: to read, row group by row group, in order.
-        out: folder or URI; it appears whole, and must not be there or be empty.
+        out: folder or URI, which must be missing or empty. It appears once all shards are written.
         rows_per_group: rows of a row group; by default about 12 MiB of decoded data.
         shard_bytes: size of a file, about.
         report: called as report(rows, total) with the rows done after each piece, and those of the source.
@@ -398,7 +398,7 @@ def _transformed_batches(dataset: Dataset, index: Index) -> Iterator[Arrays]:
 
 def _format(name: str) -> str:
     """The format of one file; empty where its suffix is not known."""
-    plain = name.lower()
+    stem = name.lower()
     for suffix in _COMPRESSED:
-        plain = plain.removesuffix(suffix)
-    return next((kind for kind, suffixes in _FORMATS.items() if plain.endswith(suffixes)), "")
+        stem = stem.removesuffix(suffix)
+    return next((kind for kind, suffixes in _FORMATS.items() if stem.endswith(suffixes)), "")

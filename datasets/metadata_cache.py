@@ -1,8 +1,8 @@
 """Metadata of the files of a data set, such as parquet footers: read once for each state of a file, and cached.
 
-A cache entry counts only for the path, size and times of change that the file had before its metadata was read. A file
-that was changed shortly before that may change again without another time of change, so no entry is kept of it (git
-does the same: https://git-scm.com/docs/racy-git). Caches are JSON, since pickles of others must not be loaded.
+A cache entry is valid only for the path, size and times of change that the file had before its metadata was read. A
+file that changed shortly before may change again within the resolution of its time stamp, so it gets no entry (git does
+the same: https://git-scm.com/docs/racy-git). Caches are JSON, since a pickle from another user must not be loaded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from trainwright.datasets.data_source import hash_parts
 
 _Value = TypeVar("_Value")
 
-_FORMAT = 1  # another one where the same files would give other metadata
-SETTLED_S = {True: 2.0, False: 60.0}  # of local files; of a store, whose clock may differ from ours by as much
+_FORMAT = 1  # to be raised when the same files would give other metadata
+SETTLED_S = {True: 2.0, False: 60.0}  # age of an unchanged local file; of a file in a store, whose clock may differ
 MAX_CACHE_FILES = 64  # cache files that are kept
 _LONGEST_BYTES = 512 << 20
 _ENDPOINTS = (
@@ -46,19 +46,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataContext:
-    """What reading an index can use besides this process and its local cache."""
+    """The run's cache files and Ray cluster, which reading an index can use besides the local cache."""
 
-    # reads a cache file that is kept with a run, by name; None where there is none
+    # reads a cache file of the run by name; None if it does not exist
     find: Callable[[str], bytes | None] = lambda name: None
-    # connects this process to a Ray cluster, which large data sets are read on; None for no such cluster
+    # connects this process to the Ray cluster that reads large data sets; None without a cluster
     connect: Callable[[], object] | None = None
-    # digest of a value that is another where the code of its functions is; None where nobody can tell
+    # digest of a value that changes with the code of its functions; None if it cannot be computed
     fingerprint: Callable[[Any], str] | None = None
     kept: dict[str, bytes] = field(default_factory=dict)  # cache files to keep with the run, by name
 
 
-_ALONE = MetadataContext()
-_CURRENT: ContextVar[MetadataContext] = ContextVar("indexing", default=_ALONE)
+_NO_CONTEXT = MetadataContext()
+_CURRENT: ContextVar[MetadataContext] = ContextVar("indexing", default=_NO_CONTEXT)
 
 
 def current_context() -> MetadataContext:
@@ -68,7 +68,7 @@ def current_context() -> MetadataContext:
 
 @contextmanager
 def metadata_context(used: MetadataContext) -> Iterator[MetadataContext]:
-    """Let indexes use this context inside the block."""
+    """Use this context for indexes inside the block."""
     token = _CURRENT.set(used)
     try:
         yield used
@@ -85,12 +85,12 @@ def cached_metadata(
     pack: Callable[[_Value], Any],
     unpack: Callable[[Any], _Value],
 ) -> list[_Value]:
-    """Return the metadata of each file: from a cache where the file is unchanged, else as read now.
+    """Return the metadata of each file, from a cache if the file is unchanged.
 
     Args:
         system: of the files.
         files: as listed now.
-        reads: what the metadata depends on besides the files: the format with its options, and the path asked for.
+        reads: further values that determine the metadata: the format with its options, and the user's path.
         read: returns the metadata of some of the files, in order.
         pack: returns metadata as JSON.
         unpack: returns metadata from JSON. Raises ValueError, TypeError, KeyError or ArrowException for other JSON.
@@ -99,19 +99,19 @@ def cached_metadata(
     name, looked_s = f"{hash_parts([identity])[:32]}.json.z", time.time()
     states = [_file_state(info, local, looked_s) for info in files]
     content = _local(name)
-    found = _unpacked(files, states, _entries(content, identity), unpack)
-    if content is None or len(found) < len(files):
-        found = {**_unpacked(files, states, _entries(current_context().find(name), identity), unpack), **found}
-        missing = [info for info in files if info.path not in found]
+    metadata = _unpacked(files, states, _entries(content, identity), unpack)
+    if content is None or len(metadata) < len(files):
+        metadata = {**_unpacked(files, states, _entries(current_context().find(name), identity), unpack), **metadata}
+        missing = [info for info in files if info.path not in metadata]
         if missing:
-            found.update(zip((info.path for info in missing), read(missing), strict=True))
+            metadata.update(zip((info.path for info in missing), read(missing), strict=True))
         entries = {
-            info.path: [state, pack(found[info.path])] for info, state in zip(files, states, strict=True) if state
+            info.path: [state, pack(metadata[info.path])] for info, state in zip(files, states, strict=True) if state
         }
         content = _content(identity, entries)
         _write(name, content)
     current_context().kept[name] = content
-    return [found[info.path] for info in files]
+    return [metadata[info.path] for info in files]
 
 
 def run_cached(
@@ -121,9 +121,9 @@ def run_cached(
     pack: Callable[[_Value], Any],
     unpack: Callable[[Any], _Value],
 ) -> _Value:
-    """Return a value that is kept with the run, or make it now; unlike metadata of files it is in no local cache.
+    """Return a value from the run's cache files, or make it. The local cache does not hold it.
 
-    It depends on `reads`. `unpack` raises ValueError, TypeError, KeyError or IndexError for JSON of something else.
+    `reads` determine the value. `unpack` raises ValueError, TypeError, KeyError or IndexError for other JSON.
     """
     identity = _identity(reads)
     name = f"{hash_parts([identity])[:32]}.json.z"
@@ -139,26 +139,26 @@ def run_cached(
 
 def cache_folder(kind: str = "indexes") -> Path:
     """The folder of a local cache: in `TRAINWRIGHT_CACHE`, else in `trainwright` in the user's cache directory."""
-    given = os.environ.get("TRAINWRIGHT_CACHE")
+    configured = os.environ.get("TRAINWRIGHT_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(given or os.path.join(base, "trainwright")) / kind
+    return Path(configured or os.path.join(base, "trainwright")) / kind
 
 
 def _identity(reads: Sequence[object]) -> str:
-    """Return the key of a cache file, with the endpoints: a name means other files at another endpoint."""
+    """Return the key of a cache file. It has the endpoints, since a path names other files at another endpoint."""
     return repr((_FORMAT, *map(str, reads), *(os.environ.get(name, "") for name in _ENDPOINTS)))
 
 
 def _file_state(info: pafs.FileInfo, local: bool, looked_s: float) -> list[Any]:
-    """Return size and times of change of a file; empty where a change could leave them equal."""
+    """Return size and times of change of a file; empty if a later change could leave them equal."""
     if local:
         try:
-            found = os.stat(info.path)
+            status = os.stat(info.path)
         except OSError:  # reading the file will say why
             return []
-        changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
-        state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-        settled = found.st_size == info.size
+        changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        settled = status.st_size == info.size
     else:
         changed_ns, state, settled = info.mtime_ns or 0, [info.size, info.mtime_ns], bool(info.mtime_ns)
     return state if settled and changed_ns / 1e9 < looked_s - SETTLED_S[local] else []
@@ -169,13 +169,13 @@ def _content(identity: str, entries: Mapping[str, Any]) -> bytes:
 
 
 def _entries(content: bytes | None, identity: str) -> Mapping[str, Any]:
-    """State and metadata by path; empty where the content is torn, or another's."""
+    """Return state and metadata by path; empty if the content is malformed or has another identity."""
     if content is None:
         return {}
     try:
         unzipped = zlib.decompressobj().decompress(content, _LONGEST_BYTES)
-        found = json.loads(unzipped)
-        entries: Mapping[str, Any] = found["files"] if found["identity"] == identity else {}
+        document = json.loads(unzipped)
+        entries: Mapping[str, Any] = document["files"] if document["identity"] == identity else {}
         return entries if isinstance(entries, dict) else {}
     except (zlib.error, *_MALFORMED):
         return {}
@@ -187,16 +187,16 @@ def _unpacked(
     entries: Mapping[str, Any],
     unpack: Callable[[Any], _Value],
 ) -> dict[str, _Value]:
-    """Metadata of the files that are as they were, by path."""
-    found: dict[str, _Value] = {}
+    """Return the metadata of unchanged files by path."""
+    metadata: dict[str, _Value] = {}
     for info, state in zip(files, states, strict=True):
         try:
             before, packed = entries[info.path]
             if state and before == state:
-                found[info.path] = unpack(packed)
+                metadata[info.path] = unpack(packed)
         except _MALFORMED:
             continue
-    return found
+    return metadata
 
 
 def _local(name: str) -> bytes | None:
@@ -207,30 +207,30 @@ def _local(name: str) -> bytes | None:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a folder is this user's, and nobody else may write into it."""
-    found = path.lstat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    """Return whether this user owns a folder and nobody else may write into it."""
+    status = path.lstat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _write(name: str, content: bytes) -> None:
     """Write a cache file atomically; after a failure, the next index takes as long as this one."""
-    place = cache_folder()
+    folder = cache_folder()
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(place):
-            raise PermissionError(f"{place} can be written by others")
-        with tempfile.TemporaryDirectory(dir=place, prefix=".") as own:
-            written = Path(own, name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(folder):
+            raise PermissionError(f"{folder} can be written by others")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+            written = Path(temporary, name)
             written.write_bytes(content)
-            written.replace(place / name)
-        _prune(place)
+            written.replace(folder / name)
+        _prune(folder)
     except OSError as error:
         _log.info("the index of a data set is not cached: %s", error)
 
 
-def _prune(place: Path) -> None:
+def _prune(folder: Path) -> None:
     """Delete the oldest cache files."""
-    files = sorted(place.glob("*.json.z"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    files = sorted(folder.glob("*.json.z"), key=lambda path: path.lstat().st_mtime, reverse=True)
     for path in files[MAX_CACHE_FILES:]:
         path.unlink(missing_ok=True)
 
@@ -241,14 +241,14 @@ def _prune(place: Path) -> None:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-MIN_PASS_S = 2.0  # of the pass, before its length is estimated
-LONG_PASS_S = 10.0  # rest of a pass for which tasks pay
+MIN_PASS_S = 2.0  # of a pass, before its length is estimated
+LONG_PASS_S = 10.0  # remaining time of a pass from which on Ray tasks are faster
 _PARTS = 4  # tasks for each CPU of the cluster, so that all CPUs end at about the same time
 _PART_ITEMS = 256
 
 
 def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int = 1) -> list[_Result]:
-    """Return work(item) of each item, in order; a long pass goes on as tasks of Ray.
+    """Return work(item) of each item, in order; a long pass continues as tasks of Ray.
 
     Args:
         work: picklable by value. The first error ends the pass.
@@ -257,17 +257,17 @@ def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, thre
     Raises:
         TrainwrightError: as the work raised it.
     """
-    begun_s, done, going = time.monotonic(), list[_Result](), deque[Future[_Result]]()
+    begun_s, done, pending = time.monotonic(), list[_Result](), deque[Future[_Result]]()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass")
     try:
         while len(done) < len(items):
-            started, spent_s = len(done) + len(going), time.monotonic() - begun_s
-            long = done and spent_s > MIN_PASS_S and spent_s / len(done) * (len(items) - len(done)) > LONG_PASS_S
-            if started < len(items) and long and ray_connected():
-                done += [future.result() for future in going]
+            started, spent_s = len(done) + len(pending), time.monotonic() - begun_s
+            is_long = done and spent_s > MIN_PASS_S and spent_s / len(done) * (len(items) - len(done)) > LONG_PASS_S
+            if started < len(items) and is_long and ray_connected():
+                done += [future.result() for future in pending]
                 return done + run_as_ray_tasks(work, items[started:], threads)
-            going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
-            done.append(going.popleft().result())
+            pending.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
+            done.append(pending.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)
     return done
@@ -283,11 +283,9 @@ def ray_connected() -> bool:
 
 
 def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item], threads: int = 1) -> list[_Result]:
-    """Return work(item) of each item from tasks that are spread over the nodes, one for each CPU at a time.
+    """Return work(item) of each item from Ray tasks that are spread over the nodes, one for each CPU at a time.
 
-    Each task calls it in as many threads.
-
-    They ask for no CPU, so that they run even where a job has taken all.
+    Each task calls `work` in `threads` threads. Tasks request no CPU, so that they run even if a job uses all CPUs.
     """
     import ray
 
@@ -298,13 +296,13 @@ def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item], t
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(_part)
     running: dict[Any, int] = {}
-    found: dict[int, list[_Result]] = {}
+    results: dict[int, list[_Result]] = {}
     for number, part in enumerate(parts):
         running[task.remote(stored, part, threads)] = number
         while len(running) >= cpus or (running and number == len(parts) - 1):
             (ended,), _ = ray.wait(list(running), num_returns=1)
-            found[running.pop(ended)] = _result(ended)
-    return [value for number in range(len(parts)) for value in found[number]]
+            results[running.pop(ended)] = _result(ended)
+    return [value for number in range(len(parts)) for value in results[number]]
 
 
 def _result(ended: Any) -> list[Any]:

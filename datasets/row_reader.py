@@ -19,7 +19,7 @@ from trainwright.datasets.data_source import Arrays, Index, Loader, Rows
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _MAX_THREADS = 4
-_MOST_BAD_ROWS = 16  # searched for in a block; where there are more, its remaining rows are read when asked for
+_MOST_BAD_ROWS = 16  # searched for in a block; if it has more, its unread rows are read on request
 _NO_ROWS = np.empty(0, dtype=np.int64)
 _DECODE_MEMORY_SHARE = 8  # row groups that threads decode at the same time take at most an eighth of the memory
 
@@ -33,7 +33,7 @@ class RowReader:
         columns: to read.
         blocks: (blocks + 1,) int64, first rows of the ranges that are decoded and kept together, and the number of
             rows; by default the row groups.
-        memory_bytes: decoded blocks kept, the least recently used going first; the one in use is always kept.
+        memory_bytes: of decoded blocks in memory; the least recently used is dropped first, the one in use never.
         seed: of the run, for random rows.
     """
 
@@ -56,11 +56,11 @@ class RowReader:
             self._row_bytes = max(self._row_bytes, index.row_bytes)
         self._fits = index.rows * self._row_bytes <= memory_bytes
         self._slot_rows = int(np.diff(self._blocks).max())
-        most = max(memory_bytes // (self._slot_rows * self._row_bytes), 1)
-        self._slots = len(self._blocks) - 1 if self._fits else min(most, len(self._blocks) - 1)
+        most_slots = max(memory_bytes // (self._slot_rows * self._row_bytes), 1)
+        self._slots = len(self._blocks) - 1 if self._fits else min(most_slots, len(self._blocks) - 1)
         self._free = list(range(self._slots))
-        self._kept: OrderedDict[int, int] = OrderedDict()  # block: its slot
-        self._salvaging = False  # whether a block with bad rows is kept without them; under the lock
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # block: its slot
+        self._skip_bad = False  # whether a block with bad rows is kept without them; under the lock
         self._missing = _MissingRows()  # under the lock
         self._shifts = np.zeros(len(self._blocks) - 1, dtype=np.int64)
         self._lock = threading.Lock()
@@ -68,88 +68,88 @@ class RowReader:
         self._threads = min(memory_bytes // (_DECODE_MEMORY_SHARE * largest_bytes), _MAX_THREADS)
         self._loader = _BlockLoader(loader, groups)
         self._idle = deque([self._loader])
-        self._whole = len(groups) == len(self._blocks) == 2 and not index.groups[0].file
+        self._is_table = len(groups) == len(self._blocks) == 2 and not index.groups[0].file
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
         """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
 
         Args:
-            epoch: whose random rows these are; others are alike in each.
+            epoch: for random rows; other rows are the same in each.
         """
-        return self._gather(rows, epoch, salvaging=False)
+        return self._gather(rows, epoch, skip_bad=False)
 
-    def salvage(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """As `gather`. Bad rows of a block are left out of it, and raise DataError only where they are asked for."""
-        return self._gather(rows, epoch, salvaging=True)
+    def gather_skipping_bad(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """As `gather`, except that a bad row raises DataError only if it is requested, not if its block is loaded."""
+        return self._gather(rows, epoch, skip_bad=True)
 
     def gather_alone(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """As `gather`, without the other rows of their blocks, where the source allows it. None is kept."""
+        """As `gather`, but read only these rows of their blocks, if the source can. No row stays in memory."""
         with self._lock:
             if epoch != self._epoch:
                 self._begin(epoch)
-            found = self._empty(len(rows))
-            self._loader.load_rows(rows, found, np.arange(len(rows)))
-            return found
+            result = self._empty(len(rows))
+            self._loader.load_rows(rows, result, np.arange(len(rows)))
+            return result
 
-    def _gather(self, rows: Rows, epoch: int, salvaging: bool) -> Arrays:
+    def _gather(self, rows: Rows, epoch: int, skip_bad: bool) -> Arrays:
         if not self._schema:
             return {}
         with self._lock:
             if epoch != self._epoch:
                 self._begin(epoch)
-            self._salvaging = salvaging
+            self._skip_bad = skip_bad
             return self._read(rows)
 
     def _read(self, rows: Rows) -> Arrays:
-        """As `gather`. Missing rows are read first: they are probably bad, and then the others need not be read."""
-        alone = self._missing.among(rows)
-        if not alone.any():
-            found = self._kept_rows(rows)
-            alone = self._missing.among(rows)
-            if not alone.any():
-                return found
+        """As `gather`. Missing rows are read first, since they are probably bad and raise an error at once."""
+        missing = self._missing.among(rows)
+        if not missing.any():
+            loaded = self._loaded_rows(rows)
+            missing = self._missing.among(rows)
+            if not missing.any():
+                return loaded
         result = self._empty(len(rows))
-        self._loader.load_rows(rows[alone], result, np.flatnonzero(alone))
-        for name, array in self._read(rows[~alone]).items():
-            result[name][~alone] = array
+        self._loader.load_rows(rows[missing], result, np.flatnonzero(missing))
+        for name, array in self._read(rows[~missing]).items():
+            result[name][~missing] = array
         return result
 
-    def _kept_rows(self, rows: Rows) -> Arrays:
+    def _loaded_rows(self, rows: Rows) -> Arrays:
         """As `gather`; missing rows are undefined."""
-        if self._whole:
+        if self._is_table:
             try:
                 return self._take(rows)
-            except (DataError, UserCodeError):  # beside a table in memory, a row of a file is bad
-                self._whole = False
-        if self._fits and len(self._kept) == self._slots:
+            except (DataError, UserCodeError):  # the table is zipped with files, and a row of these is bad
+                self._is_table = False
+        if self._fits and len(self._slot_of) == self._slots:
             return self._take(rows)
         blocks = np.searchsorted(self._blocks, rows, "right") - 1
-        wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
-        if len(wanted) <= self._slots:
-            self._keep(wanted.tolist())
+        needed = np.flatnonzero(np.bincount(blocks, minlength=1))
+        if len(needed) <= self._slots:
+            self._keep(needed.tolist())
             return self._take(rows + self._shifts[blocks])
         result = self._empty(len(rows))
-        for first in range(0, len(wanted), self._slots):  # more blocks than can be kept at a time
-            part = wanted[first : first + self._slots]
+        for first in range(0, len(needed), self._slots):  # more blocks than can be kept at a time
+            part = needed[first : first + self._slots]
             self._keep(part.tolist())
-            chosen = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
-            for name, array in self._take(rows[chosen] + self._shifts[blocks[chosen]]).items():
-                result[name][chosen] = array
+            selected = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
+            for name, array in self._take(rows[selected] + self._shifts[blocks[selected]]).items():
+                result[name][selected] = array
         return result
 
     @property
     def varying(self) -> bool:
-        """Whether rows were random, so that they are others in another epoch."""
+        """Whether loaded rows were random, so that another epoch has other rows."""
         return self._loader.source.varying
 
     def _begin(self, epoch: int) -> None:
-        """Begin an epoch; kept rows that were random are dropped."""
+        """Begin an epoch, and drop random rows of the last one."""
         self._epoch = epoch
         if self.varying:
             self._loader.forget()
-            while self._kept:
-                self._drop(*self._kept.popitem())
-            if self._whole:
+            while self._slot_of:
+                self._drop(*self._slot_of.popitem())
+            if self._is_table:
                 self.__dict__.pop("_memory", None)
             self._missing = _MissingRows()
         self._loader.source.begin(self._seed, epoch)
@@ -160,7 +160,7 @@ class RowReader:
     @cached_property
     def _memory(self) -> Arrays:
         """Allocate all slots; unused parts of them take no memory yet. A table in memory is used as it is."""
-        if self._whole:
+        if self._is_table:
             return self._loader.source.load(0, list(self._schema))
         rows = int(self._blocks[-1]) if self._fits else self._slots * self._slot_rows
         return self._empty(rows)
@@ -171,14 +171,14 @@ class RowReader:
     def _size(self, block: int) -> int:
         return int(self._blocks[block + 1] - self._blocks[block])
 
-    def _keep(self, wanted: list[int]) -> None:
+    def _keep(self, blocks: list[int]) -> None:
         """Load these blocks into memory; there are no more of them than slots."""
-        missing = [block for block in wanted if block not in self._kept]
-        for block in wanted:
-            if block in self._kept:
-                self._kept.move_to_end(block)
+        missing = [block for block in blocks if block not in self._slot_of]
+        for block in blocks:
+            if block in self._slot_of:
+                self._slot_of.move_to_end(block)
         while len(self._free) < len(missing):
-            self._drop(*self._kept.popitem(last=False))
+            self._drop(*self._slot_of.popitem(last=False))
         assert self._memory  # allocated before threads use it
         threads = min(self._threads, len(missing))
         while len(self._idle) < threads and (twin := self._loader.twin()) is not None:
@@ -189,8 +189,8 @@ class RowReader:
         else:
             for block in missing:
                 self._load(block)
-        for block in wanted:
-            self._kept.move_to_end(block)
+        for block in blocks:
+            self._slot_of.move_to_end(block)
 
     def _drop(self, block: int, slot: int) -> None:
         self._free.append(slot)
@@ -203,9 +203,9 @@ class RowReader:
         slot, loader = self._free.pop(), self._idle.popleft()
         try:
             first, into = int(self._blocks[block]), self._slot(block, slot)
-            if not self._salvaging:
+            if not self._skip_bad:
                 loader.load(first, into)
-            elif len(missing := loader.salvage(first, into, self._missing.of(block))):
+            elif len(missing := loader.load_skipping_bad(first, into, self._missing.of(block))):
                 self._missing.set(block, missing)
         except BaseException:
             self._free.append(slot)
@@ -213,7 +213,7 @@ class RowReader:
         finally:
             self._idle.append(loader)
         self._shifts[block] = self._first(block, slot) - self._blocks[block]
-        self._kept[block] = slot
+        self._slot_of[block] = slot
 
     def _slot(self, block: int, slot: int) -> Arrays:
         first = self._first(block, slot)
@@ -224,17 +224,17 @@ class RowReader:
         return int(self._blocks[block]) if self._fits else slot * self._slot_rows
 
 
-Gather = Callable[[RowReader, Rows, int], Arrays]  # a method of RowReader that gives rows of an epoch
+Gather = Callable[[RowReader, Rows, int], Arrays]  # a method of RowReader that returns rows of an epoch
 
 
 def read_single_rows(loader: Loader, index: Index, columns: Sequence[str], rows: Rows) -> Arrays:
-    """Return some rows, in the order asked for. Keeps no row group but the last. Raises DataError."""
+    """Return rows in the requested order. Only the last row group stays in memory. Raises DataError."""
     fields = {name: index.schema[name] for name in columns}
-    found = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in fields.items()}
+    result = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in fields.items()}
     blocks = _BlockLoader(loader, np.array([*index.firsts, index.rows], dtype=np.int64))
     for place, row in enumerate(rows.tolist()):
-        blocks.load(row, {name: array[place : place + 1] for name, array in found.items()})
-    return found
+        blocks.load(row, {name: array[place : place + 1] for name, array in result.items()})
+    return result
 
 
 class _BlockLoader:
@@ -245,7 +245,7 @@ class _BlockLoader:
         self._last: tuple[int, list[str], Arrays] = (-1, [], {})
 
     def twin(self) -> _BlockLoader | None:
-        """Return a loader for another thread; None where there is none."""
+        """Return a loader for another thread; None if only one thread may read."""
         twin = self.source.twin()
         return None if twin is None else _BlockLoader(twin, self._groups)
 
@@ -262,12 +262,12 @@ class _BlockLoader:
                 self.forget()
             number, done = number + 1, end
 
-    def salvage(self, first: int, into: Arrays, missing: Rows) -> Rows:
-        """As `load`. Bad rows, found by halves, and those that are known to be missing are left out and returned."""
+    def load_skipping_bad(self, first: int, into: Arrays, missing: Rows) -> Rows:
+        """As `load`, but skip rows in `missing` and bad rows, which a binary search finds. Returns the skipped rows."""
         size = len(next(iter(into.values())))
-        rest, bad = [np.setdiff1d(np.arange(first, first + size), missing)], [missing]
-        while rest and len(bad) <= _MOST_BAD_ROWS:
-            rows = rest.pop()
+        pending, bad = [np.setdiff1d(np.arange(first, first + size), missing)], [missing]
+        while pending and len(bad) <= _MOST_BAD_ROWS:
+            rows = pending.pop()
             try:
                 if len(rows) == size:
                     self.load(first, into)
@@ -279,17 +279,17 @@ class _BlockLoader:
                 if len(rows) == 1:
                     bad.append(rows)
                 else:
-                    rest += np.array_split(rows, 2)
-        return np.concatenate([*bad, *rest])
+                    pending += np.array_split(rows, 2)
+        return np.concatenate([*bad, *pending])
 
     def load_rows(self, rows: Rows, into: Arrays, places: Rows) -> None:
-        """Load rows alone into these places, where the source allows it. Raises DataError."""
+        """Load only these rows, if the source can, into places of the arrays. Raises DataError."""
         numbers = np.searchsorted(self._groups, rows, "right") - 1
         for number in np.unique(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
-            found = self.source.load_rows(number, list(into), rows[chosen] - self._groups[number])
-            for name, array in found.items():
-                into[name][places[chosen]] = array
+            selected = np.flatnonzero(numbers == number)
+            arrays = self.source.load_rows(number, list(into), rows[selected] - self._groups[number])
+            for name, array in arrays.items():
+                into[name][places[selected]] = array
 
     def forget(self) -> None:
         """Drop the row group read last."""
@@ -308,7 +308,7 @@ class _BlockLoader:
 
 
 class _MissingRows:
-    """Rows that damaged blocks are kept without. Several threads may set those of different blocks."""
+    """Rows that were not loaded with their damaged blocks. Several threads may set rows of different blocks."""
 
     def __init__(self) -> None:
         self._by_block: dict[int, Rows] = {}
@@ -327,5 +327,5 @@ class _MissingRows:
         if self._sorted is None:
             self._sorted = np.sort(np.concatenate([*self._by_block.values()]))
         first, stop = (np.searchsorted(self._sorted, rows, side) for side in ("left", "right"))
-        found: npt.NDArray[np.bool_] = first < stop
-        return found
+        is_missing: npt.NDArray[np.bool_] = first < stop
+        return is_missing

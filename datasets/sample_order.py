@@ -1,9 +1,9 @@
-"""The order of samples, computed: which row is at which position of an epoch, and which rank reads it.
+"""Compute the order of samples: which row is at which position of an epoch, and which rank reads it.
 
-The rows are cut into C lanes: contiguous ranges of rows, the same in every epoch. By (seed, epoch) the windows of each
-lane come in a new order and the rows inside each window are permuted. Position i of the epoch is the next row of lane
-i mod C, so the samples of a global batch do not depend on the number of workers. Consecutive lanes are far apart in
-storage, so that a batch smaller than C is spread over all of it too. Permutations are sorts of SplitMix64 keys
+The rows are cut into C lanes: contiguous ranges of rows, the same in every epoch. (seed, epoch) determines the order of
+the windows of each lane and the permutation of the rows inside each window. Position i of the epoch is the next row of
+lane i mod C, so the samples of a global batch do not depend on the number of workers. Consecutive lanes are far apart
+in storage, so that even a batch smaller than C has rows from all of it. Permutations are sorts of SplitMix64 keys
 (Steele, Lea and Flood, 2014): they are the same on every machine and with every version of numpy.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 MEMORY_BYTES = 512 << 20  # of decoded rows that one reader may hold
-MAX_PASSES = 1 << 20  # times that a row comes in an epoch of a sampler or a mixture, each with randomness of its own
+MAX_PASSES = 1 << 20  # repeats of a row in an epoch of a sampler or a mixture, each with its own random numbers
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)
 _FEW_LANES, _MANY_LANES = 24, 120
 _GOLDEN = 0.6180339887498949
-_LANE_ROWS = 16  # shorter lanes mix nothing
+_LANE_ROWS = 16  # shorter lanes hardly shuffle
 _WINDOW_ROWS = (1024, 65536)
-_SORTED_ROWS = 1 << 21  # rows whose permutation is held at a time, over all lanes
+_SORTED_ROWS = 1 << 21  # rows whose permutation is in memory at a time, over all lanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Lanes:
     # C, the number of lanes: contiguous row ranges. Lane l is range l * stride mod C in storage; the first rows % C
     # lanes are one row longer.
     count: int = 1
-    window: int = 1 << 16  # rows that are permuted together, at most
-    # first row of each row group, ascending; windows are cut there where that is possible
+    window: int = 1 << 16  # the most rows that are permuted together
+    # first row of each row group, ascending; windows start there if possible
     groups: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Lanes:
 
     @property
     def stride(self) -> int:
-        """Prime to C and near the golden section of it, whose multiples spread most evenly."""
+        """A number coprime to C near its golden section, whose multiples spread most evenly."""
         return min(
             (step for step in range(1, self.count + 1) if gcd(step, self.count) == 1),
             key=lambda step: abs(step - _GOLDEN * self.count),
@@ -89,9 +89,9 @@ def choose_lanes(
 ) -> Lanes:
     """Lanes for a data set, from its index alone.
 
-    With many row groups there are no more lanes than row groups, so that few row groups are read by two workers. With
-    few, data that fits a reader's memory gets many lanes, which divide evenly among almost any number of workers. Other
-    data gets no more lanes than can each keep one window in memory.
+    With many row groups there are no more lanes than row groups, so that two workers rarely read the same row group.
+    With few row groups, data that fits a reader's memory gets many lanes, which divide evenly among almost any number
+    of workers. Larger data gets only so many lanes that one window of each fits into memory.
 
     Args:
         rows: of the data set.
@@ -101,24 +101,24 @@ def choose_lanes(
     """
     row_bytes = max(row_bytes, 1)
     fits = rows * row_bytes <= MEMORY_BYTES
-    wanted = len(groups) if len(groups) >= _FEW_LANES else _MANY_LANES if fits else _FEW_LANES
+    preferred_count = len(groups) if len(groups) >= _FEW_LANES else _MANY_LANES if fits else _FEW_LANES
     if fits:
-        count = _composite(min(wanted, rows // _LANE_ROWS))
+        count = _composite(min(preferred_count, rows // _LANE_ROWS))
         return Lanes(rows=rows, count=count, window=window or -(-rows // count), groups=groups)
     if window is None:
         largest = max(stop - start for start, stop in pairwise([*groups, rows]))
         window = min(max(largest, _WINDOW_ROWS[0]), _WINDOW_ROWS[1], max(MEMORY_BYTES // (_FEW_LANES * row_bytes), 1))
     room = min(MEMORY_BYTES // (window * row_bytes), _SORTED_ROWS // window, rows // _LANE_ROWS)
-    return Lanes(rows=rows, count=_composite(min(room, wanted)), window=window, groups=groups)
+    return Lanes(rows=rows, count=_composite(min(room, preferred_count)), window=window, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The order of every epoch. Any positions are computed directly, in the memory of a window for each lane."""
+    """The order of every epoch. Rows at any positions are computed directly; one window a lane is in memory."""
 
     lanes: Lanes  # how the rows are cut
     seed: int = 0  # of the shuffle
-    shuffle: bool = True  # False gives row i at position i, and positions to the ranks in turn
+    shuffle: bool = True  # False: position i is row i, and rank i mod total reads it
     in_order: bool = False  # whether the windows keep their order, and only the rows inside them are shuffled
 
     def rows_of(self, epoch: int, start: int, stop: int) -> Rows:
@@ -132,15 +132,15 @@ class SampleOrder:
         count = self.lanes.count
         slots = self.lanes.starts[positions % count] + positions // count
         firsts, windows = self._sequences(epoch)
-        which = np.searchsorted(firsts, slots, "right") - 1
+        places = np.searchsorted(firsts, slots, "right") - 1
         rows = np.empty_like(positions)
-        for turn, chosen in _grouped(which):
-            window = int(windows[turn])
-            rows[chosen] = self.lanes.edges[window] + self._inside(epoch, window)[slots[chosen] - firsts[turn]]
+        for place, selected in _grouped(places):
+            window = int(windows[place])
+            rows[selected] = self.lanes.edges[window] + self._inside(epoch, window)[slots[selected] - firsts[place]]
         return rows
 
     def share(self, epoch: int, start: int, stop: int, rank: int, total: int) -> tuple[Rows, Rows]:
-        """What data rank `rank` of `total` gets of positions start..stop: (positions, rows), in position order."""
+        """Return the share of data rank `rank` of `total` in positions start..stop, in order: (positions, rows)."""
         positions = np.arange(start, stop, dtype=np.int64)
         if total > 1:
             positions = positions[self.owners(positions, total) == rank]
@@ -160,27 +160,27 @@ class SampleOrder:
         return lanes + count * (positions // count % ((total - lanes + count - 1) // count))
 
     def stand_in(self, position: int, rank: int, total: int) -> int:
-        """The position of a real sample for a rank whose share of the batch at `position` is empty.
+        """Return the position of a real sample for a rank whose share of the batch at `position` is empty.
 
-        It is the rank's own last position before, or else its next; the batch's first where the rank has none at all.
+        It is the rank's last position before the batch, else its next position, else the batch's first position.
         """
         span = max(total, self.lanes.count * -(-total // self.lanes.count))
         around = np.arange(max(0, position - span), min(self.lanes.rows, position + span), dtype=np.int64)
-        own = around[self.owners(around, total) == rank]
-        before = own[own < position]
-        return int(before[-1] if len(before) else own[0] if len(own) else position)
+        own_positions = around[self.owners(around, total) == rank]
+        before = own_positions[own_positions < position]
+        return int(before[-1] if len(before) else own_positions[0] if len(own_positions) else position)
 
     def largest_share(self, total: int, batch_size: int) -> int:
-        """An upper bound, reached by some batches, of what one of `total` ranks gets of a batch."""
+        """Return the least upper bound of the rows that one of `total` ranks gets of a batch."""
         count = self.lanes.count
         if not self.shuffle:
             return -(-batch_size // total)
         if total > count:
             turns = -(-batch_size // count)
             return -(-turns // (total // count))
-        turns, rest = divmod(batch_size, count)
+        turns, remainder = divmod(batch_size, count)
         lanes = -(-count // total)
-        return turns * lanes + min(lanes, -(-rest // total) + (1 if rest and count % total else 0))
+        return turns * lanes + min(lanes, -(-remainder // total) + (1 if remainder and count % total else 0))
 
     @cached_property
     def _sequences(self) -> Any:
@@ -191,7 +191,7 @@ class SampleOrder:
         return lru_cache(maxsize=2 * self.lanes.count + 2)(self._permutation)
 
     def _sequence(self, epoch: int) -> tuple[Rows, Rows]:
-        """Windows in the order of an epoch, lane after lane in storage: (the slot each begins at, its number)."""
+        """Return the windows in the order of an epoch, lane by lane in storage: (first slots, window numbers)."""
         edges = self.lanes.edges
         ranges = np.searchsorted(np.sort(self.lanes.starts), edges[:-1], "right")
         keys = np.arange(len(edges) - 1) if self.in_order else _keys(fold_seed(self.seed, epoch), len(edges) - 1)
@@ -209,11 +209,11 @@ class SampleOrder:
 
 
 def _grouped(labels: Rows) -> Iterator[tuple[int, Rows]]:
-    """Each different label, ascending, with the indices where it stands."""
+    """Yield each distinct label, ascending, with its indices."""
     order = np.argsort(labels, kind="stable")
-    found, counts = np.unique(labels, return_counts=True)
+    unique_labels, counts = np.unique(labels, return_counts=True)
     stops = np.cumsum(counts)
-    for label, start, stop in zip(found.tolist(), stops - counts, stops, strict=True):
+    for label, start, stop in zip(unique_labels.tolist(), stops - counts, stops, strict=True):
         yield label, order[start:stop]
 
 
@@ -222,7 +222,7 @@ def _composite(limit: int) -> int:
 
 
 def _windows(start: int, stop: int, inner: list[int], window: int) -> list[int]:
-    """First rows of one lane's windows: neighbouring row groups are joined, and larger ones split evenly."""
+    """Return the first rows of a lane's windows: small neighbouring row groups are joined, large ones split evenly."""
     firsts: list[int] = []
     opened = last = start
     for bound in (*inner, stop):
@@ -262,14 +262,14 @@ def steps_per_epoch(rows: int, batch_size: int, drop_last: bool, epoch_samples: 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """One data rank's part of some steps that begin in one pass over the data."""
+    """The samples of one data rank in some steps that begin in one pass over the data."""
 
     steps: range  # the global steps
-    passes: Rows  # (rows,) int64, the pass that each sample belongs to: that in which the steps begin, or the next
+    passes: Rows  # (rows,) int64, the pass of each sample: the pass in which the steps begin, or a later one
     samples: Rows  # (rows,) int64, row numbers in position order; a step without a sample of this rank has one stand-in
     bounds: Rows  # (len(steps) + 1,) int64; step i has samples bounds[i]..bounds[i + 1]
     real: npt.NDArray[np.bool_]  # (len(steps),) bool; False where the step's only sample is a stand-in of weight 0
-    # (rows,) bool; False for a sample that cannot be read, which has weight 0. None where all can.
+    # (rows,) bool; False for a sample that cannot be read, which has weight 0. None if all can be read.
     good: npt.NDArray[np.bool_] | None = None
 
 
@@ -281,8 +281,8 @@ class StepSchedule:
     batch_size: int  # global, in samples
     epochs: int = 1  # of the run; each is a pass over the data, unless `epoch_samples` says otherwise
     drop_last: bool = False  # leave out the short last batch of each epoch
-    # samples of an epoch, whatever the data has: a virtual epoch. The passes follow each other as they are, so that a
-    # batch may hold the last samples of one and the first of the next.
+    # samples of a virtual epoch, whose length is independent of the data. The passes follow each other, so that a batch
+    # may hold the last samples of one pass and the first of the next.
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
@@ -332,7 +332,7 @@ class StepSchedule:
         return self.share(range(step, step + 1), 0, 1).samples
 
     def largest_share(self, total: int) -> int:
-        """An upper bound of what one of `total` data ranks gets of a batch, in rows."""
+        """Return an upper bound of the rows that one of `total` data ranks gets of a batch."""
         most, size = self.order.largest_share, self.batch_size
         if self.epoch_samples is None:
             return most(total, min(size, self.rows))
@@ -366,14 +366,14 @@ class StepSchedule:
         return rows
 
     def share(self, steps: range, rank: int, total: int) -> RankShare:
-        """What data rank `rank` of `total` gets in `steps`, which all begin in one pass."""
+        """Return the share of data rank `rank` of `total` in `steps`, which all begin in one pass."""
         start, stop = self._place(steps.start), self._place(steps[-1]) + self.size(steps[-1])
         number, end = start // self.rows, (start // self.rows + 1) * self.rows
         starts = start + np.arange(len(steps) + 1, dtype=np.int64) * self.batch_size
         later = range(end // self.rows, -(-stop // self.rows))  # passes; several where a batch holds the data twice
-        parts = [(number, start, min(stop, end)), *((turn, turn * self.rows, stop) for turn in later)]
-        found = [self._part(*part, rank, total) for part in parts]
-        places, samples = (np.concatenate(each) for each in zip(*found, strict=True))
+        parts = [(number, start, min(stop, end)), *((later_pass, later_pass * self.rows, stop) for later_pass in later)]
+        shares = [self._part(*part, rank, total) for part in parts]
+        places, samples = (np.concatenate(arrays) for arrays in zip(*shares, strict=True))
         bounds = np.searchsorted(places, starts).astype(np.int64)
         real = np.diff(bounds) > 0
         if not real.all():
@@ -385,22 +385,22 @@ class StepSchedule:
         return RankShare(steps=steps, passes=places // self.rows, samples=samples, bounds=bounds, real=real)
 
     def _part(self, number: int, start: int, stop: int, rank: int, total: int) -> tuple[Rows, Rows]:
-        """A data rank's places and rows between two places, as far as they lie in one pass."""
+        """Return a data rank's places and rows between two places, cut at the end of pass `number`."""
         first = number * self.rows
         positions, rows = self.order.share(number, start - first, min(stop - first, self.rows), rank, total)
         return positions + first, rows
 
 
 def apply_by_pass(passes: Rows, compute: Callable[[npt.NDArray[np.bool_], int], Arrays]) -> Arrays:
-    """compute(which, number) of the rows of each pass, together again in their order.
+    """Call compute(mask, number) for the rows of each pass, and return all rows in their original order.
 
     Args:
-        passes: (rows,) int64; one pass or more, in any order.
-        compute: gives as many rows as are True in `which`, by column name.
+        passes: (rows,) int64, the pass of each row, in any order.
+        compute: returns as many rows as are True in `mask`, by column name.
     """
     numbers = np.unique(passes).tolist() or [0]
-    found = [(which := passes == number, compute(which, number)) for number in numbers]
-    if len(found) == 1:
-        return found[0][1]
-    order = np.argsort(np.concatenate([np.flatnonzero(which) for which, _ in found]), kind="stable")
-    return {name: np.concatenate([arrays[name] for _, arrays in found])[order] for name in found[0][1]}
+    results = [(mask := passes == number, compute(mask, number)) for number in numbers]
+    if len(results) == 1:
+        return results[0][1]
+    order = np.argsort(np.concatenate([np.flatnonzero(mask) for mask, _ in results]), kind="stable")
+    return {name: np.concatenate([arrays[name] for _, arrays in results])[order] for name in results[0][1]}

@@ -139,12 +139,12 @@ class Predictor:
     def __init__(self, order: PredictorConfig, outputs: OutputFunction) -> None:
         self._order, self._outputs = order, outputs
         job = unpickle_job(order.job)
-        names, salvage = _names(job, order), None
+        names, skipper = _names(job, order), None
         self._skipped = dict[int, SkippedSample]()
         if job.data.on_error == "skip":
-            salvage = SkippingReader(job.recovery.skip_limit, self._skip, "correct the data, or raise skip_limit")
+            skipper = SkippingReader(job.recovery.skip_limit, self._skip, "correct the data, or raise skip_limit")
         self._rows = TransformedRows(
-            job.train, job.train.reader(order.index, names), names, seed=job.training.seed, salvage=salvage
+            job.train, job.train.reader(order.index, names), names, seed=job.training.seed, skipper=skipper
         )
 
     def compute(self, part: Range) -> Iterator[int | StoredPart]:

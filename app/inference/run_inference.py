@@ -94,7 +94,7 @@ def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     with_checkpoint(job, step, engine.load)
     quarantine = Quarantine(open_store(job.storage), job.name, "evaluate")
     stream = BatchLoader(
-        job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, salvage=skipping_reader(job, quarantine),
+        job.evaluate, index, feeding=plan.feed_of(0), columns=job.columns, skipper=skipping_reader(job, quarantine),
         **job.ordering(evaluate=True),
     )  # fmt: skip
     states = metric_states(job.metrics)

@@ -1,4 +1,4 @@
-"""Skip samples that cannot be read: they are found, recorded, and take part with weight 0."""
+"""Skip samples that cannot be read: record them, and give them weight 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.datasets.data_source import Arrays, Field, Rows, require_same_f
 _Read = Callable[[Rows], Arrays]
 _Parts = list[tuple[Rows, Arrays | None]]
 
-_NEARBY_SAMPLES = 64  # samples before the bad ones, and of the first ones, that are tried where no good row is known
+_NEARBY_SAMPLES = 64  # tried before a bad sample, and at the start of the data, if no good row is known
 _QUARANTINED = "look at quarantine/ in the folder of the run, correct the data, or raise skip_limit"
 
 
@@ -25,15 +25,15 @@ class SkippedSample:
     """A sample that could not be read or transformed."""
 
     sample: int  # its row number in the data set
-    where: str  # file and row group, or what the error names
-    error: str  # what happened
+    where: str  # file and row group, or another place that the error names
+    error: str  # its message
 
 
 class SkippingReader:
-    """Reads samples and skips those that fail, or whose columns differ from the others. For one thread.
+    """Reads samples and skips samples that fail, or whose columns differ from the others. For one thread.
 
-    The first read decides which columns are right. Whether a sample is bad is found out in each pass: a number can be
-    another row there, or a random transform can fail. So a resumed run skips what an uninterrupted one skips.
+    The first read decides which columns are right. Each pass tests each sample again, since its number can be another
+    row there, or a random transform can fail. So a resumed run skips the same samples as an uninterrupted one.
 
     Args:
         limit: samples, by number, that may be skipped; one more raises DataError.
@@ -48,7 +48,7 @@ class SkippingReader:
         self._row: Arrays | None = None  # a good row, with the columns that all rows must have
 
     def read(self, read: _Read, samples: Rows, number: int = 0) -> tuple[Arrays, npt.NDArray[np.bool_]]:
-        """Return read(samples), and which of its rows are good; a bad row holds a copy of a good one.
+        """Return read(samples) and a mask of its good rows; a bad row is replaced by a copy of a good one.
 
         Args:
             read: reads samples of the pass.
@@ -60,25 +60,25 @@ class SkippingReader:
         good = np.array([self._last.get(sample) != number for sample in samples.tolist()], dtype=np.bool_)
         if not len(samples):
             return read(samples), good
-        found = self._first_parts(read, samples[good])
+        parts = self._parts_around_suspects(read, samples[good])
         if self._row is None:
-            found = self._settled(read, found)
-        self._last.update((int(part[0]), number) for part, arrays in found if arrays is None)
-        good[good] = np.concatenate([np.full(len(part), arrays is not None) for part, arrays in found] or [good[:0]])
-        pieces = [arrays for _, arrays in found if arrays is not None] or [self._repeated(read, samples)]
-        take = np.where(good, np.cumsum(good) - 1, 0)  # the next good row, or the first for a bad sample
-        return {name: np.concatenate([piece[name] for piece in pieces])[take] for name in pieces[0]}, good
+            parts = self._choose_good_row(read, parts)
+        self._last.update((int(part[0]), number) for part, arrays in parts if arrays is None)
+        good[good] = np.concatenate([np.full(len(part), arrays is not None) for part, arrays in parts] or [good[:0]])
+        pieces = [arrays for _, arrays in parts if arrays is not None] or [self._good_row_for(read, samples)]
+        positions = np.where(good, np.cumsum(good) - 1, 0)  # the next good row, or the first for a bad sample
+        return {name: np.concatenate([piece[name] for piece in pieces])[positions] for name in pieces[0]}, good
 
-    def _first_parts(self, read: _Read, samples: Rows) -> _Parts:
-        """As `_parts`; samples that were bad in another pass are read alone, which spares the search for them."""
+    def _parts_around_suspects(self, read: _Read, samples: Rows) -> _Parts:
+        """As `_parts`, but read samples that were bad in another pass singly, which saves the search for them."""
         suspect = np.array([sample in self._skipped for sample in samples.tolist()], dtype=np.bool_)
         pieces = np.split(samples, np.flatnonzero(suspect[1:] | suspect[:-1]) + 1)
         return [part for piece in pieces for part in self._parts(read, piece)]
 
     def _parts(self, read: _Read, samples: Rows) -> _Parts:
-        """Read samples, in halves where that fails or the columns are not those of the good row.
+        """Read samples; if that fails, or columns differ from the good row, read each half.
 
-        Returns parts in order with their columns, None for a bad one.
+        Returns parts in order with their columns, or with None for a bad sample.
         """
         if not len(samples):
             return []
@@ -96,30 +96,30 @@ class SkippingReader:
         middle = len(samples) // 2
         return self._parts(read, samples[:middle]) + self._parts(read, samples[middle:])
 
-    def _settled(self, read: _Read, found: _Parts) -> _Parts:
+    def _choose_good_row(self, read: _Read, parts: _Parts) -> _Parts:
         """Choose the good row by the columns of most rows, and read the parts with other columns again."""
         rows: Counter[frozenset[tuple[str, Field]]] = Counter()
         examples: dict[frozenset[tuple[str, Field]], Arrays] = {}
-        for part, arrays in found:
+        for part, arrays in parts:
             if arrays is not None:
                 kind = frozenset(schema_of(arrays).items())
                 rows[kind] += len(part)
                 examples.setdefault(kind, arrays)
         if not rows:
-            return found
+            return parts
         self._row = _first_row(examples[rows.most_common(1)[0][0]])
         schema = schema_of(self._row)
-        parts: _Parts = []
-        for part, arrays in found:
+        result: _Parts = []
+        for part, arrays in parts:
             same = arrays is None or schema_of(arrays) == schema
             # a part may differ because of one row, where a batch transform widens the type of all
-            parts += [(part, arrays)] if same else self._parts(read, part)
-        return parts
+            result += [(part, arrays)] if same else self._parts(read, part)
+        return result
 
-    def _repeated(self, read: _Read, samples: Rows) -> Arrays:
-        """Return the good row for samples none of which is good; a run resumed here may still have to find one."""
+    def _good_row_for(self, read: _Read, samples: Rows) -> Arrays:
+        """Return the good row, for samples that are all bad; a run that resumes at them must first find one."""
         if self._row is None:
-            self._row = self._elsewhere(read, int(samples[0]))
+            self._row = self._find_good_row(read, int(samples[0]))
         if self._row is None:
             first = self._skipped[int(samples[0])]
             raise DataError(
@@ -129,10 +129,10 @@ class SkippingReader:
             )
         return self._row
 
-    def _elsewhere(self, read: _Read, first: int) -> Arrays | None:
-        """Return a good row among other samples; those that fail do not count."""
+    def _find_good_row(self, read: _Read, first: int) -> Arrays | None:
+        """Return a good row among other samples, whose errors are ignored."""
         for sample in (*range(first - 1, max(first - _NEARBY_SAMPLES, 0) - 1, -1), *range(_NEARBY_SAMPLES)):
-            # an IndexError says that the data has fewer rows
+            # an IndexError means that the data has fewer rows
             with suppress(DataError, UserCodeError, IndexError):
                 if sample not in self._skipped:
                     return _first_row(read(np.array([sample], dtype=np.int64)))
@@ -154,9 +154,9 @@ class SkippingReader:
 
 
 class _TooManyBadSamples(DataError):
-    """The limit of samples that may be skipped was passed."""
+    """More samples are bad than may be skipped."""
 
 
 def _first_row(columns: Arrays) -> Arrays:
-    """A copy, so that the other rows need not stay in memory."""
+    """Copy the first row, so that the other rows need not stay in memory."""
     return {name: array[:1].copy() for name, array in columns.items()}

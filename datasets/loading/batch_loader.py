@@ -1,4 +1,4 @@
-"""The batches of a worker: the feeds of its steps, from any step on, read ahead in a thread."""
+"""Read the batches of a worker ahead in a thread: the feeds of its steps, from any step on."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _Shares = Mapping[int, tuple[RankShare, Arrays]]
 
 
 class Fetcher(Protocol):
-    """Gives transformed shares that another process computes, such as Ray Data."""
+    """Fetches transformed shares that another process computes, such as Ray Data."""
 
     def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
-        """Columns of a data rank's share of the chunk of steps that holds `step`, and that chunk. Has a deadline."""
+        """Return the chunk of steps with `step`, and the columns of a data rank's share of it. Has a deadline."""
 
 
 class Feeds(Iterator[Feed]):
@@ -59,7 +59,7 @@ class Feeds(Iterator[Feed]):
 
     @property
     def prefetch(self) -> PrefetchDepth:
-        """How far it reads ahead by now."""
+        """Current depth of the read-ahead."""
         return replace(self._largest, chunks=self._chunks.depth)
 
     def __next__(self) -> Feed:
@@ -91,7 +91,7 @@ class BatchLoader:
 
     Args:
         dataset: to read.
-        index: of the data set, as the run began with it; by default it is looked up now.
+        index: of the data set at the start of the run; by default the data set is indexed now.
         batch_size: global, in samples.
         epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
         seed: of the order and of the transforms.
@@ -101,12 +101,12 @@ class BatchLoader:
         feeding: data ranks of this actor; it may have none.
         accumulation: micro-batches of each data rank in one step.
         static_shapes: fill every micro-batch to one size with repeats of weight 0.
-        columns: that the feeds have; by default all.
+        columns: of the feeds; by default all.
         window: rows that are permuted together; by default chosen from the index.
-        fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
-        rows: gives the rows of the source; by default they are read here.
-        row: a row of the data set, repeated in full and warm feeds where a transform is slow to open.
-        salvage: skips samples that cannot be read; without it, they end the run.
+        fetcher: fetches the transformed shares of heavy data sets; without it, this process computes all shares.
+        rows: reader of the source's rows; by default a new one.
+        row: a row of the data set, repeated in full and warm feeds if a transform is slow to open.
+        skipper: skips samples that cannot be read; without it, they end the run.
 
     Attributes:
         schedule: the steps of the run and their samples.
@@ -135,10 +135,10 @@ class BatchLoader:
         fetcher: Fetcher | None = None,
         rows: RowAccess | None = None,
         row: Batch | None = None,
-        salvage: SkippingReader | None = None,
+        skipper: SkippingReader | None = None,
     ) -> None:
         index = index or dataset.index()
-        self._fetcher, self.feeding, self._salvage = fetcher, feeding, salvage
+        self._fetcher, self.feeding, self._skipper = fetcher, feeding, skipper
         self._row = row
         self._columns = None if columns is None else tuple(columns)
         self.schedule = make_schedule(
@@ -149,17 +149,17 @@ class BatchLoader:
         self._accumulation = accumulation
         self._fill_rows = -(-largest // accumulation) if static_shapes else None
         reader = rows or make_reader(dataset, index, self._columns, self.schedule.order, feeding)
-        self._rows = TransformedRows(dataset, reader, self._columns, seed=self.schedule.order.seed, salvage=salvage)
+        self._rows = TransformedRows(dataset, reader, self._columns, seed=self.schedule.order.seed, skipper=skipper)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
 
     def feed(self, step: int, share: int) -> Feed:
-        """The feed of one step for any one data rank, read now."""
+        """Read the feed of one step for any one data rank."""
         ranks = range(share, share + 1)
         _, shares = self._shares(step, ranks, 1)
         return self._assembled(step, ranks, shares)
 
     def feeds(self, start_step: int = 0) -> Feeds:
-        """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
+        """Return the feeds from `start_step` to the end of the last epoch. Reading starts at once."""
         return Feeds(self._chunks(start_step))
 
     def warm_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
@@ -167,30 +167,30 @@ class BatchLoader:
         return zero_weight(self.full_feed(step, avoid))
 
     def full_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
-        """A feed of the shape of an ordinary step, of real samples.
+        """Return a feed of real samples with the shape of an ordinary step.
 
         Args:
-            step: about where the feeds will start, so that what is read for it is of use to them.
-            avoid: steps whose samples are not to be used.
+            step: near the first step of the later feeds, which can then use the loaded row groups.
+            avoid: steps whose samples must not be used.
         """
         full = self.schedule.size(step) == self.schedule.batch_size
         start = step if full else step - step % self.schedule.steps_per_epoch
         if start in avoid:
             others = itertools.chain(range(start + 1, self.schedule.total_steps), range(start))
-            alike = (other for other in others if self.schedule.size(other) == self.schedule.size(start))
-            start = next((other for other in alike if other not in avoid), start)
+            same_size = (other for other in others if self.schedule.size(other) == self.schedule.size(start))
+            start = next((other for other in same_size if other not in avoid), start)
         steps = range(start, start + 1)
         shares: dict[int, tuple[RankShare, Arrays]] = {}
         for rank in self.feeding.data_ranks:
             share = self.schedule.share(steps, rank, self.feeding.total)
             if self._row is not None:
-                back = np.zeros(len(share.samples), dtype=np.int64)
-                shares[rank] = share, {name: array[back] for name, array in self._row.columns.items()}
+                row_of_sample = np.zeros(len(share.samples), dtype=np.int64)
+                shares[rank] = share, {name: array[row_of_sample] for name, array in self._row.columns.items()}
                 continue
-            few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
-            distinct, back = np.unique(few, return_inverse=True)
+            rows = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
+            distinct, row_of_sample = np.unique(rows, return_inverse=True)
             columns, _ = self._read(share.samples[distinct], share.passes[distinct])
-            shares[rank] = share, {name: array[back] for name, array in columns.items()}
+            shares[rank] = share, {name: array[row_of_sample] for name, array in columns.items()}
         return self._assembled(start, self.feeding.data_ranks, shares)
 
     def _chunks(self, step: int) -> Iterator[list[Feed]]:
@@ -200,15 +200,15 @@ class BatchLoader:
             step = steps.stop
 
     def _shares(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
-        """The shares of some data ranks in a chunk of steps that begins here, of `length` where they are read here."""
+        """Return the shares of data ranks in the chunk from `step` on, of `length` steps unless it is fetched."""
         if self._fetcher is None:
             return self._computed(step, ranks, length)
         try:
             return self._fetched(self._fetcher, step, ranks)
         except (DataError, UserCodeError):
-            if self._salvage is None:
+            if self._skipper is None:
                 raise
-            return self._computed(step, ranks, length)  # finds out which samples it was
+            return self._computed(step, ranks, length)  # identifies the bad samples
 
     def _computed(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
         """Read and transform the shares of these data ranks together."""
@@ -241,7 +241,7 @@ class BatchLoader:
         return range(step, chunk.stop), shares
 
     def _assembled(self, step: int, ranks: range, shares: _Shares) -> Feed:
-        """The feed of one step for these data ranks, from their shares that hold the step."""
+        """Return the feed of one step for these data ranks, from their shares of its chunk."""
         return Feed(
             step=step,
             parts=tuple(self._micro_batches(step, *shares[rank]) for rank in ranks),
@@ -251,15 +251,15 @@ class BatchLoader:
         )
 
     def _micro_batches(self, step: int, share: RankShare, columns: Arrays) -> tuple[Batch, ...]:
-        """A step's rows cut into micro-batches as evenly as possible, in position order."""
-        at = step - share.steps.start
-        first, last = int(share.bounds[at]), int(share.bounds[at + 1])
-        real = last - first if share.real[at] else 0
+        """Split a step's rows into micro-batches as evenly as possible, in position order."""
+        place = step - share.steps.start
+        first, last = int(share.bounds[place]), int(share.bounds[place + 1])
+        real = last - first if share.real[place] else 0
         cuts = [first + real * part // self._accumulation for part in range(self._accumulation + 1)]
         return tuple(self._batch(share, columns, low, high, first) for low, high in pairwise(cuts))
 
     def _batch(self, share: RankShare, columns: Arrays, low: int, high: int, first: int) -> Batch:
-        """Rows low..high; the step's first row, with weight 0, where there are none."""
+        """Return rows low..high as a batch; an empty range gives the step's first row with weight 0."""
         real = high - low
         if not real:
             low, high = first, first + 1
@@ -272,25 +272,25 @@ class BatchLoader:
         return batch if self._fill_rows in (None, batch.rows) else _pad_batch(batch, self._fill_rows)
 
     def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
-        """Transformed rows, each of its pass, and which of them are good; None where all are."""
+        """Return the transformed rows, each from its pass, and a mask of the good ones; None if none is skipped."""
         good = np.ones(len(samples), dtype=np.bool_)
 
-        def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
-            columns, good[which] = self._rows.read(samples[which], number)
+        def compute(mask: npt.NDArray[np.bool_], number: int) -> Arrays:
+            columns, good[mask] = self._rows.read(samples[mask], number)
             return columns
 
-        return apply_by_pass(passes, compute), None if self._salvage is None else good
+        return apply_by_pass(passes, compute), None if self._skipper is None else good
 
 
 class TransformedRows:
     """Rows of a data set by number, transformed. For one thread.
 
     Args:
-        dataset: that they are of.
-        rows: of its source.
+        dataset: whose transforms are applied.
+        rows: reader of its source.
         columns: to return; None for all.
         seed: of the transforms.
-        salvage: skips rows that cannot be read; without it, they raise an error.
+        skipper: skips rows that cannot be read; without it, they raise an error.
     """
 
     def __init__(
@@ -300,25 +300,26 @@ class TransformedRows:
         columns: tuple[str, ...] | None,
         *,
         seed: int,
-        salvage: SkippingReader | None,
+        skipper: SkippingReader | None,
     ) -> None:
-        self._dataset, self._columns, self._seed, self._salvage = dataset, columns, seed, salvage
-        self._gather = rows.salvage if salvage is not None and isinstance(rows, RowReader) else rows.gather
+        self._dataset, self._columns, self._seed, self._skipper = dataset, columns, seed, skipper
+        skips = skipper is not None
+        self._gather = rows.gather_skipping_bad if skips and isinstance(rows, RowReader) else rows.gather
 
     def read(self, samples: Rows, epoch: int = 0) -> tuple[Arrays, npt.NDArray[np.bool_]]:
-        """Return rows of an epoch, and which of them are good; a bad row holds a copy of a good one.
+        """Return rows of an epoch, and a mask of the good rows; a bad row is replaced by a copy of a good one.
 
         Raises:
             DataError, UserCodeError: an error of the data or its transforms.
         """
         counters = Counters(seed=self._seed, epoch=epoch)
 
-        def read(wanted: Rows) -> Arrays:
-            return self._dataset.transform(self._gather(wanted, epoch), wanted, counters, self._columns)
+        def read(rows: Rows) -> Arrays:
+            return self._dataset.transform(self._gather(rows, epoch), rows, counters, self._columns)
 
-        if self._salvage is None:
+        if self._skipper is None:
             return read(samples), np.ones(len(samples), dtype=np.bool_)
-        return self._salvage.read(read, samples, epoch)
+        return self._skipper.read(read, samples, epoch)
 
 
 def make_schedule(
@@ -341,7 +342,7 @@ def make_schedule(
         raise DataError(
             f"the data is in batches of {index.batch_size} rows of similar length, and batch_size={batch_size}",
             where="bucketed",
-            remedy=f"give the job's to the data: .bucketed(..., {batch_size})",
+            remedy=f"give the job's batch_size to the data: .bucketed(..., {batch_size})",
         )
     in_windows = index.in_order and index.window > 0
     if in_windows:
@@ -362,7 +363,7 @@ def make_reader(
     order: SampleOrder,
     feeding: FeedAssignment | None = None,
 ) -> RowAccess:
-    """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
+    """Return a reader that keeps whole row groups if all of them fit the memory, else windows."""
     fits = index.rows * index.row_bytes <= MEMORY_BYTES or not index.groups[0].file
     return dataset.reader(index, columns, None if fits else order.lanes.edges, MEMORY_BYTES, order.seed, feeding)
 
@@ -379,41 +380,41 @@ def _size(chunk: list[Feed]) -> int:
 
 
 def chunk_steps(rows: float, row_bytes: int) -> int:
-    """Steps to read at once, for `rows` rows a step: enough to be quick, few enough to be small."""
-    most = min(_CHUNK_ROWS, _CHUNK_BYTES // max(row_bytes, 1))
-    return int(min(max(most // max(rows, 1), 1), _CHUNK_STEPS))
+    """Return the number of steps to read at once for `rows` rows a step, within limits of rows and bytes."""
+    max_rows = min(_CHUNK_ROWS, _CHUNK_BYTES // max(row_bytes, 1))
+    return int(min(max(max_rows // max(rows, 1), 1), _CHUNK_STEPS))
 
 
 def _pad_batch(batch: Batch, rows: int) -> Batch:
     """Repeat the first row, with weight 0, up to `rows` rows."""
-    take = np.concatenate([np.arange(batch.rows), np.zeros(rows - batch.rows, dtype=np.int64)])
+    places = np.concatenate([np.arange(batch.rows), np.zeros(rows - batch.rows, dtype=np.int64)])
     return Batch(
-        columns={name: array[take] for name, array in batch.columns.items()},
+        columns={name: array[places] for name, array in batch.columns.items()},
         weights=np.concatenate([batch.weights, np.zeros(rows - batch.rows)]),
-        samples=batch.samples[take],
+        samples=batch.samples[places],
     )
 
 
 class Lookahead:
-    """Feeds in order. Each refers to the following ones whose steps may begin before its own ends.
+    """Feeds in order. Each feed has references to later feeds whose steps may begin before its own step ends.
 
     Args:
         feeds: in the order of steps.
         ahead: how many steps may begin early.
-        apart: steps that begin after the end of the step before, and end before the next begins.
+        serial_steps: steps that begin after the end of the step before, and end before the next begins.
     """
 
-    def __init__(self, feeds: Iterator[Feed], ahead: int, apart: Container[int]) -> None:
-        self._feeds, self._ahead, self._apart = feeds, ahead, apart
+    def __init__(self, feeds: Iterator[Feed], ahead: int, serial_steps: Container[int]) -> None:
+        self._feeds, self._ahead, self._serial_steps = feeds, ahead, serial_steps
         self._read: deque[Feed] = deque()
 
-    def next(self, until: int) -> Feed:
+    def next(self, stop_step: int) -> Feed:
         """Return the next step's feed. No step from `until` on begins early."""
         read = self._read
         if not read:
             read.append(next(self._feeds))
-        while len(read) <= self._ahead and read[-1].step + 1 < until:
-            if any(step in self._apart for step in (read[-1].step, read[-1].step + 1)):
+        while len(read) <= self._ahead and read[-1].step + 1 < stop_step:
+            if any(step in self._serial_steps for step in (read[-1].step, read[-1].step + 1)):
                 break
             read.append(next(self._feeds))
         following: Feed | None = None
@@ -427,7 +428,7 @@ class Lookahead:
 # --- Feeds of asynchronous workers ------------------------------------------------------------------------------------
 
 
-_MAX_SKIPPED_STEPS = 64  # of its own share that others did: read and dropped; after more of them, reading starts again
+_MAX_SKIPPED_STEPS = 64  # of its own share that others computed: read and dropped; beyond, the read-ahead restarts
 
 
 class LeasedFeeds:
@@ -435,22 +436,23 @@ class LeasedFeeds:
 
     Args:
         stream: of the worker's own shares, usually one.
-        others: opens a stream of the same data for other shares, when the first is needed.
+        open_others: opens a stream of the same data for other shares, once one is needed.
     """
 
-    def __init__(self, stream: BatchLoader, others: Callable[[], BatchLoader]) -> None:
-        self._stream, self._open = stream, others
+    def __init__(self, stream: BatchLoader, open_others: Callable[[], BatchLoader]) -> None:
+        self._stream, self._open = stream, open_others
         self._others: BatchLoader | None = None
-        self._ahead: tuple[int, Feeds] | None = None  # the next step, and the feeds from there on
+        self._ahead: tuple[int, Feeds] | None = None  # the next step, and the feeds from that step on
 
     def feeds(self, unit: WorkUnit) -> Iterator[Feed]:
         """The feeds of the unit's steps, in order."""
+        is_own = unit.share in self._stream.feeding.data_ranks
         for step in range(unit.step, unit.step + unit.steps):
-            yield self._own(step) if unit.share in self._stream.feeding.data_ranks else self._other(step, unit.share)
+            yield self._own_feed(step) if is_own else self._leased_feed(step, unit.share)
 
     @property
     def prefetch(self) -> PrefetchDepth | None:
-        """How far the own share is read ahead by now; None before it is."""
+        """Current depth of the read-ahead of the own share; None before it starts."""
         return self._ahead[1].prefetch if self._ahead else None
 
     def close(self) -> None:
@@ -465,9 +467,9 @@ class LeasedFeeds:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _own(self, step: int) -> Feed:
+    def _own_feed(self, step: int) -> Feed:
         if self._ahead is not None and step < self._ahead[0]:
-            return self._other(step, self._stream.feeding.data_ranks.start)  # it is leased a second time
+            return self._leased_feed(step, self._stream.feeding.data_ranks.start)  # it is leased a second time
         if self._ahead is None or step - self._ahead[0] > _MAX_SKIPPED_STEPS:
             self.close()
             self._ahead = step, self._stream.feeds(step)
@@ -477,7 +479,7 @@ class LeasedFeeds:
             next(feeds)
         return next(feeds)
 
-    def _other(self, step: int, share: int) -> Feed:
+    def _leased_feed(self, step: int, share: int) -> Feed:
         if self._others is None:
             self._others = self._open()
         return self._others.feed(step, share)
@@ -493,16 +495,16 @@ _JOIN_S = 30.0
 class ReadAhead(Generic[_Item], Iterator[_Item]):
     """Runs an iterator in a thread of its own, up to `depth` items ahead.
 
-    Its exception is raised in the consumer, after the items before it. `close` ends the thread; so does the end of the
-    last reference to the object.
+    The consumer gets the earlier items, then the iterator's exception. `close` ends the thread, and so does garbage
+    collection of the object.
 
     Args:
         items: to run.
         depth: items ahead, at first.
         name: of the thread.
-        size_of: bytes of an item. With it, the depth tunes itself as tf.data's prefetch does: it doubles when the
-            consumer finds nothing ready though the depth was reached before.
-        memory_bytes: that the items ahead may take; the depth does not grow beyond.
+        size_of: bytes of an item. With it, the depth is tuned as in tf.data's prefetch: it doubles when the queue is
+            empty after it was full.
+        memory_bytes: limit of the items ahead, for that growth.
     """
 
     def __init__(
@@ -523,7 +525,7 @@ class ReadAhead(Generic[_Item], Iterator[_Item]):
 
     @property
     def depth(self) -> int:
-        """Items ahead, as chosen so far."""
+        """Current limit of items ahead."""
         return self._shared.depth
 
     def close(self) -> None:
@@ -537,7 +539,7 @@ class ReadAhead(Generic[_Item], Iterator[_Item]):
 
 
 class _Shared(Generic[_Item]):
-    """The state that both threads share; it holds no reference to the consumer's side."""
+    """The state that both threads share. It has no reference to `ReadAhead`, which can thus be garbage-collected."""
 
     def __init__(self, depth: int, size_of: Callable[[_Item], int] | None, memory_bytes: int) -> None:
         self.depth = depth
@@ -550,7 +552,7 @@ class _Shared(Generic[_Item]):
         self._error: BaseException | None = None
 
     def put(self, item: _Item) -> bool:
-        """Wait for room. False: the consumer is gone."""
+        """Wait for space and add an item. Returns False after `stop`."""
         with self._change:
             self._change.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
             self._ready.append(item)
@@ -560,16 +562,16 @@ class _Shared(Generic[_Item]):
             return not self._stopped
 
     def end(self, error: BaseException | None) -> None:
-        """No more items come."""
+        """Mark the end of the items, or the error of the iterator."""
         with self._change:
             self._ended, self._error = True, error
             self._change.notify_all()
 
     def take(self) -> _Item:
-        """The next item; raises what the iterator raised, or StopIteration."""
+        """Return the next item. Raises the iterator's exception, or StopIteration."""
         with self._change:
             if not self._ready:
-                self._deepen()
+                self._double_depth()
             self._change.wait_for(lambda: self._stopped or self._ended or bool(self._ready))
             if self._ready and not self._stopped:
                 item = self._ready.popleft()
@@ -579,14 +581,14 @@ class _Shared(Generic[_Item]):
             raise self._error
         raise StopIteration
 
-    def _deepen(self) -> None:
-        """Double the depth, where the consumer finds nothing ready though the depth was reached before."""
+    def _double_depth(self) -> None:
+        """Double the depth if the queue is empty after it was full, within the memory limit."""
         if self._size_of and self._filled and 2 * self.depth * self._largest_bytes <= self._memory_bytes:
             self.depth *= 2
             self._filled = False
 
     def stop(self) -> None:
-        """The consumer wants no more."""
+        """Drop all items and end the producer."""
         with self._change:
             self._stopped = True
             self._ready.clear()

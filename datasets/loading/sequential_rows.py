@@ -1,6 +1,6 @@
-"""Rows by number from a source that gives them one after the other: read in passes, each from a row on.
+"""Rows by number from a source that yields them one after the other, in passes that can start at any row.
 
-A reader keeps the last few blocks of a pass. A row before them, or of another epoch, restarts the pass at that row.
+A reader keeps the last few blocks of a pass. An earlier row, or one of another epoch, starts a new pass at that row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
 
 Blocks = Generator[Arrays, None, None]
-"""Blocks of consecutive rows. Closing it ends what the pass runs: threads, processes, iterators."""
-SAMPLED_ROWS = 64  # that are read twice, to see whether a source repeats itself
+"""Blocks of consecutive rows. Closing it ends the threads, processes and iterators of the pass."""
+SAMPLED_ROWS = 64  # that are read twice, to check whether a source yields the same rows again
 NOT_REPLAYABLE = "rows can count twice or never, since replayable=False says that it gives others each time"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
-    """The rows of a pass that a process reads: of each `total` consecutive ones, `count` from the `first` on.
+    """The rows of a pass that a process reads: `count` rows from `first` on, of each `total` consecutive rows.
 
-    A row has a place in its part: 0 for the part's first row, and so on.
+    The place of a row is its number within the part, from 0 on.
     """
 
     first: int = 0
@@ -54,16 +54,16 @@ class SequentialRows(RowAccess):
     """Reads one pass after the other. Safe to use from several threads, which then wait for each other.
 
     Args:
-        open_pass: (epoch, place) -> the blocks of the part's rows of a pass, from a place on. It is closed before
-            another is opened.
+        open_pass: (epoch, place) -> blocks of the part's rows of a pass, from a place on. They are closed before
+            another pass is opened.
         index: of the source.
         columns: to read; blocks may have others too.
         where: the source, for errors.
-        part: the rows that the blocks have.
+        part: rows of the blocks.
         what: names the source in errors.
-        exact: whether a pass must end after the last row of the index; otherwise its further rows are left out.
-        aligned: a pass starts at a multiple of so many places, for rows that are not asked for in their order.
-        remedy: what to do where a pass has fewer or more rows.
+        exact: whether a pass must end after the last row of the index; otherwise further rows are ignored.
+        aligned: a pass starts at a multiple of this number of places, for rows that are requested out of order.
+        remedy: of the error for a pass with fewer or more rows.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class SequentialRows(RowAccess):
         self._lock = threading.Lock()
         self._epoch = -1
         self._blocks: Blocks | None = None
-        self._kept: list[Arrays] = []
+        self._recent: list[Arrays] = []
         self._first = self._next = 0  # place of the first row kept, and the place after the last
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape).
+        """Return columns of the rows of a pass, in the requested order: fresh arrays (rows, *shape).
 
         Raises:
-            DataError: the pass ended before a row, or goes on after the last row of the index. Also what the blocks
-                raise.
+            DataError: the pass ends before a row, or continues after the last row of the index. Errors of the blocks
+                are raised too.
         """
         places = self.part.places(rows)
         if not len(rows) or not self._fields:
@@ -107,18 +107,18 @@ class SequentialRows(RowAccess):
                 self._read(low)
             if self._exact and self.part.row(self._next) >= self._rows:
                 self._check_end()
-            firsts = self._first + np.cumsum([0, *map(block_rows, self._kept[:-1])])
-            return take_rows([*zip(firsts.tolist(), self._kept, strict=True)], places, self._fields)
+            firsts = self._first + np.cumsum([0, *map(block_rows, self._recent[:-1])])
+            return take_rows([*zip(firsts.tolist(), self._recent, strict=True)], places, self._fields)
 
     def _begin(self, epoch: int, place: int) -> None:
-        blocks, self._blocks, self._kept = self._blocks, None, []
+        blocks, self._blocks, self._recent = self._blocks, None, []
         if blocks is not None:
             blocks.close()
         self._blocks = self._open(epoch, place)
         self._epoch, self._first, self._next = epoch, place, place
 
-    def _read(self, wanted: int) -> None:
-        """Read another block; blocks that end before the row wanted are dropped, except the last of them."""
+    def _read(self, first_needed: int) -> None:
+        """Read a block, and drop blocks that end before the first place needed, except the last one."""
         block = self._next_block()
         if block is None:
             raise DataError(
@@ -126,13 +126,13 @@ class SequentialRows(RowAccess):
                 where=f"{self._where}, epoch {self._epoch}",
                 remedy=self._remedy,
             )
-        self._kept.append(block)
+        self._recent.append(block)
         self._next += block_rows(block)
-        while len(self._kept) > 1 and self._first + sum(map(block_rows, self._kept[:2])) <= wanted:
-            self._first += block_rows(self._kept.pop(0))
+        while len(self._recent) > 1 and self._first + sum(map(block_rows, self._recent[:2])) <= first_needed:
+            self._first += block_rows(self._recent.pop(0))
 
     def _next_block(self) -> Arrays | None:
-        """The next block; None at the end. A pass that failed is opened anew the next time."""
+        """Return the next block; None at the end. After an error, the next call of `gather` opens a new pass."""
         assert self._blocks is not None, "a pass was begun"
         try:
             return next(self._blocks, None)
@@ -150,14 +150,14 @@ class SequentialRows(RowAccess):
 
 
 class PartRows(RowAccess):
-    """Reads the rows of a part, and all rows if others are asked for too, such as another rank's unit."""
+    """Reads rows from the reader of a part, or from the reader of all rows for others, such as another rank's unit."""
 
-    def __init__(self, own: SequentialRows, whole: SequentialRows) -> None:
-        self._own, self._whole = own, whole
+    def __init__(self, part_rows: SequentialRows, all_rows: SequentialRows) -> None:
+        self._part_rows, self._all_rows = part_rows, all_rows
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
-        return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
+        """Return columns of the rows of a pass, in the requested order: fresh arrays (rows, *shape)."""
+        return (self._part_rows if self._part_rows.part.has(rows) else self._all_rows).gather(rows, epoch)
 
 
 def pass_index(
@@ -170,7 +170,7 @@ def pass_index(
         schema: its columns.
         rows: of a pass.
         first: the first rows.
-        digest: of the first rows, for the hash; empty where they may differ.
+        digest: of the first rows, for the hash; empty if they can differ between passes.
         call: also for the hash.
         weight: see `Index`.
     """
@@ -187,14 +187,14 @@ def pass_index(
 
 
 def _size_bytes(array: npt.NDArray[Any]) -> int:
-    """Size of a column; of an object, that of its text or bytes."""
+    """Size of a column, with the texts, bytes or arrays of objects."""
     if array.dtype != np.dtype(object):
         return array.nbytes
     return sum(len(value) if isinstance(value, str | bytes) else np.asarray(value).nbytes for value in array)
 
 
 def check_pass_rows(rows: int | None, where: str) -> None:
-    """Raise DataError for `rows=` that is not a number of rows."""
+    """Raise DataError if `rows=` is not positive."""
     if rows is not None and rows < 1:
         raise DataError(f"rows={rows} is not a length of a pass", where=where, remedy="give 1 or more")
 
@@ -210,21 +210,21 @@ def refuse_pass_rows(rows: int | None, where: str) -> None:
 
 
 def take_rows(blocks: Sequence[tuple[int, Arrays]], places: Rows, fields: Mapping[str, Field]) -> Arrays:
-    """Return rows of blocks, each given with the place of its first row, in order: fresh arrays (places, *shape)."""
-    found = {name: np.empty((len(places), *field.shape), field.dtype) for name, field in fields.items()}
-    which = np.searchsorted([first for first, _ in blocks], places, "right") - 1
-    for number in np.unique(which).tolist() if found else ():
-        chosen, (first, block) = which == number, blocks[number]
-        for name, array in found.items():
-            array[chosen] = block[name][places[chosen] - first]
-    return found
+    """Return rows of ordered blocks, each with the place of its first row: fresh arrays (places, *shape)."""
+    result = {name: np.empty((len(places), *field.shape), field.dtype) for name, field in fields.items()}
+    block_of_place = np.searchsorted([first for first, _ in blocks], places, "right") - 1
+    for number in np.unique(block_of_place).tolist() if result else ():
+        selected, (first, block) = block_of_place == number, blocks[number]
+        for name, array in result.items():
+            array[selected] = block[name][places[selected] - first]
+    return result
 
 
 def takes_epoch(make: Callable[..., Any], *others: str) -> bool:
-    """Whether a function has a parameter `epoch`, or one besides these others that must be given."""
-    parameters = [each for name, each in inspect.signature(make).parameters.items() if name not in others]
-    required = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
-    return bool(required) or any(each.name == "epoch" for each in parameters)
+    """Return whether a function has a parameter `epoch`, or a required one that is not among `others`."""
+    parameters = [item for name, item in inspect.signature(make).parameters.items() if name not in others]
+    required = [item for item in parameters if item.default is item.empty and item.kind <= item.POSITIONAL_OR_KEYWORD]
+    return bool(required) or any(item.name == "epoch" for item in parameters)
 
 
 def block_rows(block: Mapping[str, Sized]) -> int:

@@ -1,11 +1,11 @@
-"""Samplers: rows drawn by weights, or put into batches of similar length, anew in each epoch.
+"""Samplers: in each epoch, draw other rows by weights, or put rows of similar length into batches.
 
-Both give a data set whose row i is another row of the whole in each epoch: a function of the run's seed, the epoch and
-i, the same in every process. So a resumed run repeats no sample and leaves none out. Transforms see the number i, so
-that rows drawn twice are augmented differently.
+Row i of a sampled data set is another row of the base data set in each epoch: a function of the run's seed, the epoch
+and i, the same in every process. So a resumed run neither repeats nor omits a sample. Transforms get the number i, so
+that repeats of a row are augmented differently.
 
-Rows that are drawn by weights are numbered in the order of their storage, which keeps reading local; the sample order
-shuffles them. Batches of similar length are in their final order, and their rows come from all over the storage.
+Rows drawn by weights are numbered in the order of their storage, which keeps reading local; the sample order shuffles
+them. Batches of similar length are in their final order, and their rows come from all over the storage.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, apply_by
 Floats = npt.NDArray[np.float64]
 
 _GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
-_MEMORY_SHARE = 4  # of the memory of a reader goes to the rows of the whole
-_POOL_BATCHES = 100  # that are filled from as many shuffled rows, sorted by length: more are more alike and less random
+_MEMORY_SHARE = 4  # rows of the base data set take at most a quarter of a reader's memory
+_POOL_BATCHES = 100  # whose rows are sorted by length together; more give more similar lengths and less randomness
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedSampler:
-    """Draws rows with replacement, each with a probability in proportion to its weight."""
+    """Draws rows with replacement, with probabilities proportional to their weights."""
 
     rows: int | None  # drawn in an epoch; None for as many as the data has
     batch_size: int = 0  # any: the sample order shuffles the rows
 
     def check(self, values: Floats, what: str) -> None:
-        """Raise DataError for weights that are no weights."""
+        """Raise DataError for invalid weights."""
         if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
             raise DataError(f"{what} has weights that are negative or not finite, or only 0", remedy="give weights > 0")
 
@@ -60,7 +60,7 @@ class LengthBucketSampler:
     last batch has rows of any length: with `drop_last`, other rows are left out in each epoch.
     """
 
-    batch_size: int  # global, the job's
+    batch_size: int  # global, of the job
     rows: None = None
 
     def check(self, values: Floats, what: str) -> None:
@@ -69,15 +69,15 @@ class LengthBucketSampler:
             raise DataError(f"{what} has lengths that are not finite", remedy="give a number for each row")
 
     def order(self, values: Floats, seed: int, epoch: int) -> Rows:
-        """Return the rows of an epoch, batch after batch."""
+        """Return the rows of an epoch, batch by batch."""
         shuffled = np.argsort(_uniform(len(values), fold_seed(seed, epoch, 2)), kind="stable")
         full = len(values) // self.batch_size * self.batch_size
-        whole, rest = shuffled[:full], shuffled[full:]
+        in_batches, remainder = shuffled[:full], shuffled[full:]
         pools = np.arange(full) // (_POOL_BATCHES * self.batch_size)
-        ordered = whole[np.lexsort((values[whole], pools))]
-        turns = np.argsort(_uniform(full // self.batch_size, fold_seed(seed, epoch, 3)), kind="stable")
-        batches = ordered.reshape(-1, self.batch_size)[turns].reshape(-1)
-        rows: Rows = np.concatenate([batches, rest]).astype(np.int64)
+        ordered = in_batches[np.lexsort((values[in_batches], pools))]
+        batch_order = np.argsort(_uniform(full // self.batch_size, fold_seed(seed, epoch, 3)), kind="stable")
+        batches = ordered.reshape(-1, self.batch_size)[batch_order].reshape(-1)
+        rows: Rows = np.concatenate([batches, remainder]).astype(np.int64)
         return rows
 
 
@@ -94,7 +94,7 @@ def _uniform(count: int, seed: int) -> Floats:
 class _SampledIndex(Index):
     """Index of sampled rows."""
 
-    values: bytes  # (rows of the whole,) float64, as bytes: the weights or lengths
+    values: bytes  # (rows of the base data set,) float64, as bytes: the weights or lengths
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,30 +108,30 @@ class SampledSource(Source):
 
     def describe(self) -> str:
         """As the user wrote it, in short."""
-        by = repr(self.by) if isinstance(self.by, str) else "..."
+        values = repr(self.by) if isinstance(self.by, str) else "..."
         if isinstance(self.sampler, WeightedSampler):
-            return f"{self.whole.describe()}.weighted({by}, {self.sampler.rows})"
-        return f"{self.whole.describe()}.bucketed({by}, {self.sampler.batch_size})"
+            return f"{self.whole.describe()}.weighted({values}, {self.sampler.rows})"
+        return f"{self.whole.describe()}.bucketed({values}, {self.sampler.batch_size})"
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through before."""
+        """All user functions that process the rows before they are sampled."""
         return self.whole.functions
 
     def index(self) -> _SampledIndex:
-        """Index the whole, and read the column once. Raises DataError for values that do not fit."""
-        whole = self.whole.index()
-        held = self.found.get(whole, lambda: self._values(whole)).tobytes()
-        rows = self.sampler.rows or whole.rows
+        """Index the base data set, and read the column once. Raises DataError for invalid values."""
+        base = self.whole.index()
+        value_bytes = self.found.get(base, lambda: self._values(base)).tobytes()
+        rows = self.sampler.rows or base.rows
         return _SampledIndex(
             rows=rows,
-            groups=even_groups("sampled", rows, max(_GROUP_BYTES // max(whole.row_bytes, 1), _GROUP_ROWS)),
-            schema=whole.schema,
-            row_bytes=whole.row_bytes,
-            hash=hash_parts([whole.hash, self.sampler, held.hex()]),
-            base=whole,
+            groups=even_groups("sampled", rows, max(_GROUP_BYTES // max(base.row_bytes, 1), _GROUP_ROWS)),
+            schema=base.schema,
+            row_bytes=base.row_bytes,
+            hash=hash_parts([base.hash, self.sampler, value_bytes.hex()]),
+            base=base,
             batch_size=self.sampler.batch_size,
-            values=held,
+            values=value_bytes,
         )
 
     def open(self, index: Index) -> _SampledLoader:
@@ -139,35 +139,35 @@ class SampledSource(Source):
         assert isinstance(index, _SampledIndex), "sampled rows are opened with an index of their own"
         return _SampledLoader(self, index)
 
-    def _values(self, whole: Index) -> Floats:
-        values = self._column(whole, self.by) if isinstance(self.by, str) else self.by
-        if len(values) != whole.rows:
+    def _values(self, base: Index) -> Floats:
+        values = self._column(base, self.by) if isinstance(self.by, str) else self.by
+        if len(values) != base.rows:
             raise DataError(
-                f"{len(values)} values for {whole.rows} rows", where=self.describe(), remedy="give one for each row"
+                f"{len(values)} values for {base.rows} rows", where=self.describe(), remedy="give one for each row"
             )
         self.sampler.check(values, self.describe())
         return values
 
-    def _column(self, whole: Index, by: str) -> Floats:
+    def _column(self, base: Index, column: str) -> Floats:
         """Read the numbers of a column, or the lengths of its rows."""
-        if by not in whole.schema:
-            remedy = f"{nearest(by, whole.schema)} It must be a column of the source, before any .map"
-            raise DataError(f"there is no column {by!r} to sample by", where=self.whole.describe(), remedy=remedy)
-        loader = self.whole.open(whole)
-        values = np.concatenate([loader.load(number, (by,))[by] for number in range(len(whole.groups))])
+        if column not in base.schema:
+            remedy = f"{nearest(column, base.schema)} It must be a column of the source, before any .map"
+            raise DataError(f"there is no column {column!r} to sample by", where=self.whole.describe(), remedy=remedy)
+        loader = self.whole.open(base)
+        values = np.concatenate([loader.load(number, (column,))[column] for number in range(len(base.groups))])
         if values.dtype == object:
-            values = self._lengths(by, values)
+            values = self._lengths(column, values)
         if values.ndim != 1 or values.dtype.kind not in "iufb":
             raise DataError(
-                f"column {by!r} holds {whole.schema[by]}", where=self.describe(), remedy="give one number for each row"
+                f"column {column!r} holds {base.schema[column]}", where=self.describe(), remedy="give one number a row"
             )
         return values.astype(np.float64)
 
-    def _lengths(self, by: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the lengths of texts or lists. Raises DataError where they would be taken for weights."""
+    def _lengths(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the lengths of texts or lists. Raises DataError if weights are needed."""
         if isinstance(self.sampler, WeightedSampler):
             raise DataError(
-                f"column {by!r} holds no numbers but {type(values[0]).__name__}, such as {values[0]!r:.40} in row 0",
+                f"column {name!r} holds no numbers but {type(values[0]).__name__}, such as {values[0]!r:.40} in row 0",
                 where=self.describe(),
                 remedy="give a column of numbers, or an array of the weights: .weighted(weights)",
             )
@@ -175,7 +175,7 @@ class SampledSource(Source):
 
 
 class _SampledLoader(Loader):
-    """Loads rows of the whole in the order of an epoch."""
+    """Loads rows of the base data set in the order of an epoch."""
 
     def __init__(self, source: SampledSource, index: _SampledIndex) -> None:
         self._source, self._index = source, index
@@ -196,10 +196,10 @@ class _SampledLoader(Loader):
         return self._sampled(places, columns, RowReader.gather)
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
-        return self._sampled(self._index.groups[number].first + rows, columns, RowReader.salvage)
+        return self._sampled(self._index.groups[number].first + rows, columns, RowReader.gather_skipping_bad)
 
     def _sampled(self, places: Rows, columns: Sequence[str], gather: Gather) -> Arrays:
-        """Rows at these places of the epoch's order."""
+        """Return the rows at these places of the epoch's order."""
         names = tuple(columns)
         if names not in self._readers:
             self._readers[names] = self._reader(names), self._reader(names)
@@ -207,22 +207,22 @@ class _SampledLoader(Loader):
         rows, repeats = (array[places] for array in self._order(self._seed, self._epoch))
         varying = reader.varying
 
-        def compute(which: npt.NDArray[np.bool_], repeat: int) -> Arrays:
+        def compute(mask: npt.NDArray[np.bool_], repeat: int) -> Arrays:
             epoch = self._epoch * MAX_PASSES + repeat
-            return repeats_reader.gather_alone(rows[which], epoch) if repeat else gather(reader, rows[which], epoch)
+            return repeats_reader.gather_alone(rows[mask], epoch) if repeat else gather(reader, rows[mask], epoch)
 
-        found = apply_by_pass(repeats if varying else np.zeros_like(repeats), compute)
-        # the first read may find out that rows are random, and so that repeats differ
-        return found if reader.varying == varying else self._sampled(places, columns, gather)
+        result = apply_by_pass(repeats if varying else np.zeros_like(repeats), compute)
+        # the first read may show that rows are random, so that repeats differ
+        return result if reader.varying == varying else self._sampled(places, columns, gather)
 
     def _reader(self, names: tuple[str, ...]) -> RowReader:
-        whole = self._index.base
-        assert whole is not None, "it has a whole"
-        loader = self._source.whole.open(whole)
-        return RowReader(loader, whole, names, memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self._seed)
+        base = self._index.base
+        assert base is not None, "an index of sampled rows has a base"
+        loader = self._source.whole.open(base)
+        return RowReader(loader, base, names, memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self._seed)
 
     def _ordered(self, seed: int, epoch: int) -> tuple[Rows, Rows]:
-        """Return the rows of an epoch, and how often each came before in it."""
+        """Return the rows of an epoch, and for each the number of its earlier repeats."""
         rows = self._source.sampler.order(np.frombuffer(self._index.values, dtype=np.float64), seed, epoch)
         by_row = np.argsort(rows, kind="stable")
         repeats = np.empty_like(rows)

@@ -1,8 +1,8 @@
-"""Two data sets side by side, joined by row number: such as samples, and a teacher's predictions (`tw.predict`).
+"""Two data sets side by side, joined by row number: for example samples, and a teacher's predictions (`tw.predict`).
 
-The rows, row groups and order are those of the first. The column `sample` of the second says which row of the first
-each of its rows belongs to; every row has exactly one, or the index is refused. Each keeps its transforms, which see
-its own columns alone. They are applied to batches only, so that small stored values are read and kept small.
+Rows, row groups and order come from the first. The column `sample` of the second has row numbers of the first; each
+must occur exactly once. Each data set keeps its transforms, which see only its own columns. They are applied to batches
+only, so that the reader's memory holds the small stored values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset
 
 _KEY = "sample"
-_MEMORY_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
+_MEMORY_SHARE = 4  # the second data set's row groups take at most a quarter of a reader's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class _ZippedIndex(Index):
     """Index of two data sets side by side."""
 
     sides: tuple[Index, Index]
-    places: Rows | None = None  # (rows,) int64, for each row its place in the second; None where that is the same
+    places: Rows | None = None  # (rows,) int64, for each row its row number in the second; None if they are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class _ZippedSource(Source):
 
     base: Source
     other: Source
-    # of the other's columns while transforms run, which see one side only; then `sample` is among them
+    # of the columns of `other`, `sample` included, until all transforms have run; empty without transforms
     prefix: str = ""
 
     def describe(self) -> str:
@@ -56,16 +56,16 @@ class _ZippedSource(Source):
         """Index both and read the column `sample`.
 
         Raises:
-            DataError: there is none, a column is in both, or a row has no other, two of them, or one too many.
+            DataError: it is missing, both have a column of one name, or the rows do not correspond one to one.
         """
         base, other = self.base.index(), self.other.index()
-        named = {self.prefix + name: field for name, field in other.schema.items() if self.prefix or name != _KEY}
-        _check_names(base.schema, named, self.describe())
+        fields = {self.prefix + name: field for name, field in other.schema.items() if self.prefix or name != _KEY}
+        _check_names(base.schema, fields, self.describe())
         places = self._places(base.rows, other)
         return _ZippedIndex(
             rows=base.rows,
             groups=base.groups,
-            schema={**base.schema, **named},
+            schema={**base.schema, **fields},
             row_bytes=base.row_bytes + other.row_bytes,
             hash=hash_parts([base.hash, "beside", other.hash]),
             note=base.note,
@@ -78,12 +78,12 @@ class _ZippedSource(Source):
         return _ZippedLoader(index, self.base.open(index.sides[0]), _SecondRows(self, index))
 
     def _places(self, rows: int, other: Index) -> Rows | None:
-        """Where each row's other is. Raises DataError where that is not exactly one place."""
+        """Return the row number in `other` of each row. Raises DataError if there is not exactly one."""
         field = other.schema.get(_KEY)
         if field is None or field.shape or field.dtype.kind not in "iu":
-            found = "there is no such column" if field is None else f"it is {field.dtype} {list(field.shape)}"
+            problem = "there is no such column" if field is None else f"it is {field.dtype} {list(field.shape)}"
             raise DataError(
-                f"the column {_KEY!r} says which row each row belongs to, and {found}",
+                f"the column {_KEY!r} says which row each row belongs to, and {problem}",
                 where=self.other.describe(),
                 remedy=f"give what tw.predict wrote, or add {_KEY!r} with row numbers from 0 on to the files",
             )
@@ -98,22 +98,22 @@ class _ZippedSource(Source):
         return places
 
     def _check_samples(self, samples: Rows, rows: int, other: Index) -> None:
-        strange = np.flatnonzero((samples < 0) | (samples >= rows))
-        if len(strange):
-            what = f"row {samples[strange[0]]} is none of the {rows} rows of {self.base.describe()}"
-            raise self._misfit(what, other, strange[:1])
+        unknown = np.flatnonzero((samples < 0) | (samples >= rows))
+        if len(unknown):
+            what = f"row {samples[unknown[0]]} is none of the {rows} rows of {self.base.describe()}"
+            raise self._misfit(what, other, unknown[:1])
         counts = np.bincount(samples, minlength=rows)
         if counts.max(initial=0) > 1:
-            twice = int(np.argmax(counts > 1))
-            raise self._misfit(f"row {twice} comes {counts[twice]} times", other, np.flatnonzero(samples == twice))
+            double = int(np.argmax(counts > 1))
+            raise self._misfit(f"row {double} comes {counts[double]} times", other, np.flatnonzero(samples == double))
         if counts.min(initial=1) < 1:
-            lacking = int(np.argmin(counts))
-            before = np.flatnonzero(samples == lacking - 1)
+            missing = int(np.argmin(counts))
+            before = np.flatnonzero(samples == missing - 1)
             count = int(np.count_nonzero(counts == 0))
-            raise self._misfit(f"row {lacking} is missing, and {count} of {rows} in all", other, before)
+            raise self._misfit(f"row {missing} is missing, and {count} of {rows} in all", other, before)
 
     def _misfit(self, what: str, other: Index, places: Rows) -> DataError:
-        """With the files that hold the rows at these places."""
+        """Return an error with the files of the rows at these places."""
         numbers = np.searchsorted(np.array(other.firsts), places[:2], "right") - 1
         files = dict.fromkeys(other.groups[number].file for number in numbers.tolist())
         return DataError(
@@ -124,7 +124,7 @@ class _ZippedSource(Source):
 
 
 class _ZippedLoader(Loader):
-    """Loads a row group of the first, and the rows beside it."""
+    """Loads row groups of the first data set with the matching rows of the second."""
 
     def __init__(self, index: _ZippedIndex, base: Loader, others: _SecondRows) -> None:
         self._index, self._base, self._others = index, base, others
@@ -146,28 +146,28 @@ class _ZippedLoader(Loader):
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         load = partial(self._base.load_rows, number, rows=rows)
-        return self._zipped(columns, load, self._rows(number)[rows], RowReader.salvage)
+        return self._zipped(columns, load, self._rows(number)[rows], RowReader.gather_skipping_bad)
 
     def _zipped(
         self, columns: Sequence[str], load: Callable[[Sequence[str]], Arrays], rows: Rows, gather: Gather
     ) -> Arrays:
-        """Rows with what `load` gives of the first's columns, and `gather` of the second's."""
+        """Return rows with the first's columns from `load` and the second's from `gather`."""
         schema = self._index.sides[0].schema
-        own = [name for name in columns if name in schema]
-        found = load(own) if own else {}
-        if len(own) < len(columns):
+        base_names = [name for name in columns if name in schema]
+        arrays = load(base_names) if base_names else {}
+        if len(base_names) < len(columns):
             names = tuple(name for name in columns if name not in schema)
-            found = {**found, **self._others.rows_of(rows, names, gather)}
-        return {name: found[name] for name in columns}
+            arrays = {**arrays, **self._others.rows_of(rows, names, gather)}
+        return {name: arrays[name] for name in columns}
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
-        """Some rows of a row group, as the first's loader can read them alone; the names that are left."""
-        schema, some = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
+        """As `Loader.fill`, which the first's loader does for its columns."""
+        schema, row_numbers = self._index.sides[0].schema, self._rows(number)[rows.start : rows.stop]
         names = tuple(name for name in into if name not in schema)
-        for name, array in self._others.rows_of(some, names, RowReader.gather).items() if names else ():
+        for name, array in self._others.rows_of(row_numbers, names, RowReader.gather).items() if names else ():
             into[name][...] = array
-        own = {name: array for name, array in into.items() if name in schema}
-        return self._base.fill(number, rows, own) if own else []
+        base_arrays = {name: array for name, array in into.items() if name in schema}
+        return self._base.fill(number, rows, base_arrays) if base_arrays else []
 
     def _rows(self, number: int) -> Rows:
         group = self._index.groups[number]
@@ -175,7 +175,7 @@ class _ZippedLoader(Loader):
 
 
 class _SecondRows:
-    """The rows of the second data set, by those of the first. Safe to use from several threads."""
+    """Rows of the second data set by row numbers of the first. Safe to use from several threads."""
 
     def __init__(self, source: _ZippedSource, index: _ZippedIndex) -> None:
         self._source, self._index = source, index
@@ -188,8 +188,8 @@ class _SecondRows:
 
     def rows_of(self, rows: Rows, names: tuple[str, ...], gather: Gather) -> Arrays:
         prefix, places = self._source.prefix, rows if self._index.places is None else self._index.places[rows]
-        found = gather(self._reader(tuple(name.removeprefix(prefix) for name in names)), places, self.epoch)
-        return {prefix + name: array for name, array in found.items()}
+        arrays = gather(self._reader(tuple(name.removeprefix(prefix) for name in names)), places, self.epoch)
+        return {prefix + name: array for name, array in arrays.items()}
 
     def _reader(self, names: tuple[str, ...]) -> RowReader:
         if names not in self._readers:
@@ -202,24 +202,24 @@ class _SecondRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _SideTransform:
-    """A transform of the first or the second data set, which leaves the other's columns as they are."""
+    """A transform of the first or the second data set, which does not change the other's columns."""
 
     function: Callable[..., Any]
     prefix: str
     second: bool
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", function_name(self.function))  # by which errors call it
+        object.__setattr__(self, "__qualname__", function_name(self.function))  # its name in errors
 
     def __call__(self, columns: Mapping[str, Any], *rng: Any) -> Any:
-        """Return the columns, or the row, of both data sets, with its own transformed."""
+        """Return the columns, or the row, of both data sets, with one side transformed."""
         prefix = self.prefix if self.second else ""
-        own = {name: value for name, value in columns.items() if name.startswith(self.prefix) == self.second}
-        result = self.function({name.removeprefix(prefix): value for name, value in own.items()}, *rng)
+        inputs = {name: value for name, value in columns.items() if name.startswith(self.prefix) == self.second}
+        result = self.function({name.removeprefix(prefix): value for name, value in inputs.items()}, *rng)
         if not isinstance(result, Mapping):
-            return result  # and the error names the function
-        made = {prefix + name: value for name, value in result.items()}
-        return {**{name: value for name, value in columns.items() if name not in own}, **made}
+            return result  # the caller raises an error with the function's name
+        outputs = {prefix + name: value for name, value in result.items()}
+        return {**{name: value for name, value in columns.items() if name not in inputs}, **outputs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class _MergeColumns:
     where: str
 
     def __call__(self, columns: Arrays) -> Arrays:
-        """Columns of both, without `sample`. Raises DataError for a name that both have."""
+        """Return the columns of both, without `sample`. Raises DataError for a name that both have."""
         first = {name: array for name, array in columns.items() if not name.startswith(self.prefix)}
         second = {name.removeprefix(self.prefix): array for name, array in columns.items() if name not in first}
         second.pop(_KEY, None)
@@ -250,16 +250,16 @@ def zip_datasets(first: Dataset, second: Dataset) -> tuple[Source, tuple[Transfo
     source = _ZippedSource(base=first.source, other=second.source)
     if not first.transforms and not second.transforms:
         return source, ()
-    source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # another prefix where it is called again
-    together = _MergeColumns(prefix=source.prefix, where=source.describe())
-    return source, (*_side_transforms(first, second, source.prefix), BatchMap(function=together))
+    source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # unique if `beside` is called again
+    merge = _MergeColumns(prefix=source.prefix, where=source.describe())
+    return source, (*_side_transforms(first, second, source.prefix), BatchMap(function=merge))
 
 
 def _side_transforms(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
     for side, dataset in enumerate((first, second)):
         for step in dataset.transforms:
-            aside = _SideTransform(function=step.function, prefix=prefix, second=side == 1)
-            yield RowMap(function=aside) if isinstance(step, RowMap) else replace(step, function=aside)
+            function = _SideTransform(function=step.function, prefix=prefix, second=side == 1)
+            yield RowMap(function=function) if isinstance(step, RowMap) else replace(step, function=function)
 
 
 def _check_names(first: Mapping[str, Field | npt.NDArray[Any]], second: Mapping[str, Any], where: str) -> None:

@@ -84,7 +84,7 @@ def test_the_stream_gives_bad_samples_weight_0_and_keeps_the_order() -> None:
     data = table({"id": np.arange(100)})
     feeding = FeedAssignment(data_ranks=range(1), total=1)
     plain = BatchLoader(data, batch_size=8, feeding=feeding)
-    stream = BatchLoader(data.map(fragile), batch_size=8, feeding=feeding, salvage=SkippingReader(1, told.append))
+    stream = BatchLoader(data.map(fragile), batch_size=8, feeding=feeding, skipper=SkippingReader(1, told.append))
     used: list[int] = []
     for expected, feed in zip(plain.feeds(), stream.feeds(), strict=True):
         batch, whole = feed.parts[0][0], expected.parts[0][0]
@@ -111,7 +111,7 @@ def test_a_sample_is_bad_in_the_passes_in_which_it_fails_also_in_a_run_that_resu
     def weights(start: int) -> list[Any]:
         stream = BatchLoader(
             data, batch_size=8, epochs=20, feeding=FeedAssignment(data_ranks=range(1), total=1),
-            salvage=SkippingReader(64, lambda item: None),
+            skipper=SkippingReader(64, lambda item: None),
         )  # fmt: skip
         with stream.feeds(start) as feeds:
             return [feed.parts[0][0].weights.tolist() for feed in feeds]
@@ -134,7 +134,7 @@ def salvaged(data: Any, told: list[SkippedSample], start: int = 0, batch_size: i
     """(columns, weights) of each step from `start` on."""
     feeding = FeedAssignment(data_ranks=range(1), total=1)
     salvage = SkippingReader(10, told.append)
-    stream = BatchLoader(data, batch_size=batch_size, feeding=feeding, shuffle=False, salvage=salvage)
+    stream = BatchLoader(data, batch_size=batch_size, feeding=feeding, shuffle=False, skipper=salvage)
     with stream.feeds(start) as feeds:
         batches = [feed.parts[0][0] for feed in feeds]
     return [(batch.columns, batch.weights) for batch in batches]
@@ -187,7 +187,7 @@ def test_one_null_costs_one_sample_and_not_its_row_group(
     told: list[SkippedSample] = []
     stream = BatchLoader(
         parquet(str(tmp_path)), batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), shuffle=False,
-        epochs=2, salvage=SkippingReader(1, told.append),
+        epochs=2, skipper=SkippingReader(1, told.append),
     )  # fmt: skip
     with stream.feeds(0) as feeds:
         batches = [feed.parts[0][0] for feed in feeds]
@@ -212,7 +212,7 @@ def test_damaged_row_groups_are_kept_like_others(
     told: list[SkippedSample] = []
     stream = BatchLoader(
         parquet(str(tmp_path)), batch_size=8, feeding=FeedAssignment(data_ranks=range(1), total=1), seed=1, epochs=2,
-        salvage=SkippingReader(100, told.append),
+        skipper=SkippingReader(100, told.append),
     )  # fmt: skip
     seen: list[int] = []
     with stream.feeds(0) as feeds:
@@ -242,7 +242,7 @@ def test_each_column_of_a_damaged_row_group_is_read_once(tmp_path: Path, monkeyp
     loader = parquet(str(tmp_path)).source.open(index)
     reader = RowReader(loader, index, ["id", "x"], blocks=blocks, memory_bytes=16 * 100)  # by one thread
     good = np.setdiff1d(np.arange(100), (7, 70))
-    found = reader.salvage(good)
+    found = reader.gather_skipping_bad(good)
     assert found["id"].tolist() == good.tolist() and found["x"].tolist() == (good / 2).tolist()
     assert reads == [("x",), ("id",)]
 
@@ -275,7 +275,7 @@ def test_one_null_behind_another_source_costs_one_sample(tmp_path: Path, derived
     number = "row" if "row" in data.index().schema else "sample"
     stream = BatchLoader(
         data, batch_size=50, feeding=FeedAssignment(data_ranks=range(1), total=1), seed=1, epochs=2,
-        salvage=SkippingReader(20, told.append),
+        skipper=SkippingReader(20, told.append),
     )  # fmt: skip
     bad = 0
     with stream.feeds(0) as feeds:

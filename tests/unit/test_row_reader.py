@@ -71,7 +71,7 @@ def test_gathers_any_rows_in_any_memory(
         assert found["x"].tolist() == rows.tolist()
         assert found["name"].tolist() == [str(row) for row in rows]
         largest = int(np.diff(reader._blocks).max())
-        assert sum(map(reader._size, reader._kept)) * reader._row_bytes <= 16 * max(memory_rows, largest)
+        assert sum(map(reader._size, reader._slot_of)) * reader._row_bytes <= 16 * max(memory_rows, largest)
 
 
 def test_several_row_groups_are_loaded_at_a_time_and_each_once() -> None:
@@ -121,7 +121,7 @@ def test_missing_rows_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of([10] * 40)
     reader = RowReader(Rotten(index, bad=17), index, ["x"])
     good = np.array([*range(177, 169, -1), *range(178, 400), *range(170)])[1:]
-    assert reader.salvage(good)["x"].tolist() == good.tolist()
+    assert reader.gather_skipping_bad(good)["x"].tolist() == good.tolist()
     sorts.clear()
     for _ in range(3):
         assert reader.gather(good)["x"].tolist() == good.tolist()

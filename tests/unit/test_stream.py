@@ -196,7 +196,7 @@ def test_memory_stays_bounded_where_the_data_does_not_fit(tmp_path: Path, monkey
     assert sorted(sample for feed in feeds for sample in real(feed)) == list(range(4800))
     assert len(groups.loaded) <= 4800 / 25  # each window is decoded once
     reader = source._rows._gather.__self__
-    assert isinstance(reader, RowReader) and sum(map(reader._size, reader._kept)) * reader._row_bytes <= 8 * 1200
+    assert isinstance(reader, RowReader) and sum(map(reader._size, reader._slot_of)) * reader._row_bytes <= 8 * 1200
 
 
 def threads() -> list[threading.Thread]:
