@@ -1,12 +1,12 @@
-"""Data sets whose rows are made of another's: filtered, one-to-many, packed.
+"""Data sets whose rows are derived from another's: filtered, one-to-many, packed.
 
-A first pass counts the derived rows of each row group once, before the run begins, and the counts are kept beside the
-run; a long pass runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is known,
-every epoch is exact, and each rank computes any batch for itself. So a run saves the cursor only, and a failure or
-resize replays nothing.
+A first pass counts the derived rows of each row group once, before the run begins, and the run stores the counts; a
+long pass runs as tasks on the Ray cluster. Then the data set is like any other: its length is known, every epoch is
+exact, and each rank computes any batch independently. So a run saves the cursor only, and a failure or resize replays
+nothing.
 
-The price is that the derived rows cannot change with the epoch: random functions before a filter, a `flat_map` or a
-`pack` are counted by the sample alone. Augmentation belongs after them.
+Therefore the derived rows cannot change with the epoch: random functions before a filter, a `flat_map` or a `pack` are
+seeded by the sample only. Augmentation belongs after them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DerivedSource(Source):
-    """Rows made of another data set's, transforms included, row group by row group."""
+    """Rows derived from the transformed rows of another data set, row group by row group."""
 
     base: Dataset
     derivation: Derivation
@@ -55,26 +55,26 @@ class DerivedSource(Source):
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All functions of the user's that the rows go through."""
-        own = () if isinstance(self.derivation, Pack) else (self.derivation.function,)
-        return (*self.base.functions, *own)
+        """All user functions that process the rows."""
+        functions = () if isinstance(self.derivation, Pack) else (self.derivation.function,)
+        return (*self.base.functions, *functions)
 
     def index(self) -> Index:
-        """Derive every row group once and count. Raises DataError where no row is left."""
+        """Derive every row group once and count its rows. Raises DataError if no row is left."""
         base = self.base.index()
-        counted = self._counted(base)
+        counted = self._group_counts(base)
         groups: list[RowGroup] = []
         schema: Mapping[str, Field] = {}
         first = size_bytes = 0
-        for number, (group, found) in enumerate(zip(base.groups, counted, strict=True)):
-            if not found.rows:
+        for number, (group, count) in enumerate(zip(base.groups, counted, strict=True)):
+            if not count.rows:
                 continue
-            schema = schema or found.schema
+            schema = schema or count.schema
             where = f"{self.describe()}, {group.file}, row group {group.number}"
-            require_same_fields(found.schema, schema, "the row groups before", where)
-            groups.append(replace(group, number=number, rows=found.rows, first=first))
-            first += found.rows
-            size_bytes += found.size_bytes
+            require_same_fields(count.schema, schema, "the row groups before", where)
+            groups.append(replace(group, number=number, rows=count.rows, first=first))
+            first += count.rows
+            size_bytes += count.size_bytes
         if not groups:
             raise DataError(
                 f"none of {base.rows} rows is left",
@@ -91,8 +91,8 @@ class DerivedSource(Source):
             in_order=base.in_order,
         )
 
-    def _counted(self, base: Index) -> list[_GroupCount]:
-        """Count what comes of each row group, or return the counts that the run keeps for the same code."""
+    def _group_counts(self, base: Index) -> list[_GroupCount]:
+        """Count the derived rows of each row group, or return the counts that the run stored for the same code."""
 
         def count() -> list[_GroupCount]:
             return first_pass(_Deriver(source=self, base=base).count, range(len(base.groups)))
@@ -104,27 +104,27 @@ class DerivedSource(Source):
 
     def open(self, index: Index) -> Loader:
         """A loader for one process."""
-        assert index.base is not None, "an index of derived rows keeps that of the rows they come from"
+        assert index.base is not None, "an index of derived rows has a base"
         return _DerivedLoader(_Deriver(source=self, base=index.base), index, self.describe())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Deriver:
-    """Loads row groups of the base and derives them. Picklable: another process opens the files for itself."""
+    """Loads row groups of the base and derives them. Picklable: another process opens the files again."""
 
     source: DerivedSource
     base: Index
 
     def derived(self, number: int) -> Arrays:
-        """Return the rows made of row group `number` of the base."""
+        """Return the rows derived from row group `number` of the base."""
         group, data = self.base.groups[number], self.source.base
         samples = np.arange(group.first, group.first + group.rows, dtype=np.int64)
-        found = copy_objects(self._loader.load(number, data.source_columns(self.base, None)))
-        columns = data.transform({name: array.copy() for name, array in found.items()}, samples, Counters(), None)
+        arrays = copy_objects(self._loader.load(number, data.source_columns(self.base, None)))
+        columns = data.transform({name: array.copy() for name, array in arrays.items()}, samples, Counters(), None)
         return self.source.derivation.derive(columns, samples)
 
     def count(self, number: int) -> _GroupCount:
-        """Look at the rows made of row group `number`."""
+        """Return rows, schema and size of the rows derived from row group `number`."""
         arrays = self.derived(number)
         return _GroupCount(_rows(arrays), schema_of(arrays), sum(array.nbytes for array in arrays.values()))
 
@@ -145,14 +145,14 @@ class _GroupCount(NamedTuple):
 
 
 def _packed(counted: Sequence[_GroupCount]) -> Any:
-    """Counts as JSON, each schema once."""
+    """Return counts as JSON, with each schema once."""
     schemas: list[Any] = []
     groups = []
-    for found in counted:
-        schema = [[name, field.dtype.str, list(field.shape)] for name, field in found.schema.items()]
+    for count in counted:
+        schema = [[name, field.dtype.str, list(field.shape)] for name, field in count.schema.items()]
         if schema not in schemas:
             schemas.append(schema)
-        groups.append([found.rows, schemas.index(schema), found.size_bytes])
+        groups.append([count.rows, schemas.index(schema), count.size_bytes])
     return [schemas, groups]
 
 
@@ -165,7 +165,7 @@ def _unpacked(stored: Any) -> list[_GroupCount]:
 
 
 class _DerivedLoader(Loader):
-    """Gives derived row groups, as many rows as were counted."""
+    """Loads derived row groups, and checks their numbers of rows."""
 
     def __init__(self, deriver: _Deriver, index: Index, where: str) -> None:
         self._deriver, self._index, self._where = deriver, index, where
@@ -206,7 +206,7 @@ class Filter:
         keep = np.zeros(len(samples), dtype=np.bool_)
         for row, sample in enumerate(samples.tolist()):
             keep[row] = call_user_function(self.function, f"sample {sample}", _row(columns, row), finish=bool)
-        return _kept(columns, keep)
+        return _filtered(columns, keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class BatchFilter:
                 where=where,
                 remedy="return one boolean for each row",
             )
-        return _kept(columns, keep)
+        return _filtered(columns, keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,26 +237,26 @@ class FlatMap:
     word: str = "flat_map"
 
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
-        """All rows that come of these, in order."""
-        made: list[Mapping[str, Any]] = []
+        """Return the rows that the function makes of each row, in order."""
+        rows: list[Mapping[str, Any]] = []
         for row, sample in enumerate(samples.tolist()):
             where = f"sample {sample}"
-            made.extend(call_user_function(self.function, where, _row(columns, row), finish=list))
-        for item in made:
-            require_same_columns(item, made[0], "flat_map gave")
-        if not made:
+            rows.extend(call_user_function(self.function, where, _row(columns, row), finish=list))
+        for item in rows:
+            require_same_columns(item, rows[0], "flat_map gave")
+        if not rows:
             return {}
-        return {name: stack_rows([item[name] for item in made], f"{name!r} from flat_map") for name in made[0]}
+        return {name: stack_rows([item[name] for item in rows], f"{name!r} from flat_map") for name in rows[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Sequences of tokens, laid end to end and cut to one length; no sequence spans two row groups."""
+    """Concatenates documents and cuts them into sequences of one length; no sequence spans two row groups."""
 
     column: str  # of arrays of tokens, one document a row
     length: int  # of a packed sequence, in tokens
-    # whether a document may go on in the next sequence; otherwise one that does not fit begins a new sequence, and
-    # one longer than `length` is cut
+    # whether a document may continue in the next sequence; otherwise a document that does not fit starts a new
+    # sequence, and a document longer than `length` is cut
     split: bool = True
     word: str = "pack"
 
@@ -268,10 +268,10 @@ class Pack:
         documents = [_document(value) for value in columns[self.column]]
         _check_documents(documents, samples, self.column)
         starts = self._starts([len(document) for document in documents])
-        return self._laid(documents, starts)
+        return self._concatenated(documents, starts)
 
     def _starts(self, sizes: list[int]) -> list[int]:
-        """Where each document begins in the flat space of all sequences."""
+        """Return the first token of each document in the concatenation of all sequences."""
         starts, end = [], 0
         for size in sizes:
             if not self.split and end % self.length + min(size, self.length) > self.length:
@@ -280,7 +280,7 @@ class Pack:
             end += size if self.split else min(size, self.length)
         return starts
 
-    def _laid(self, documents: list[npt.NDArray[Any]], starts: list[int]) -> Arrays:
+    def _concatenated(self, documents: list[npt.NDArray[Any]], starts: list[int]) -> Arrays:
         if not self.split:
             documents = [document[: self.length] for document in documents]
         ends = [start + len(document) for start, document in zip(starts, documents, strict=True)]
@@ -300,19 +300,19 @@ class Pack:
 
 
 Derivation = Filter | BatchFilter | FlatMap | Pack
-"""How the rows of a row group become others: `derive` depends on its arguments alone, `word` names the method."""
+"""A function of the rows of a row group: `derive` depends on its arguments only, `word` names the method."""
 
 
 def _row(columns: Arrays, row: int) -> dict[str, Any]:
     return {name: column[row] for name, column in columns.items()}
 
 
-def _kept(columns: Arrays, keep: npt.NDArray[np.bool_]) -> Arrays:
+def _filtered(columns: Arrays, keep: npt.NDArray[np.bool_]) -> Arrays:
     return {name: column[keep] for name, column in columns.items()}
 
 
 def _document(value: Any) -> npt.NDArray[Any]:
-    """A document as an array; an empty one has no type of its own."""
+    """Return a document as an array; an empty one, which has no type, as integers."""
     document = np.asarray(value)
     return document if document.size or document.ndim != 1 else document.astype(np.int64)
 

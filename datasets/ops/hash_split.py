@@ -1,8 +1,8 @@
 """Splits: parts of a data set that never change, by a stable hash of the row number or of a key column.
 
-The side of a row depends on the seed and on its number (or key) alone. So rows that are appended at the end change
-nothing for those before them, and no list of rows is kept: a split has the row groups of the whole, each with fewer
-rows, which keeps reading local.
+The side of a row depends only on the seed and its number (or key). So appended rows do not move earlier rows, and no
+list of rows is stored: a split has the row groups of the whole data set, each with fewer rows, which keeps reading
+local.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _PIECE_ROWS = 1 << 20  # hashed at a time
 
 @dataclass(frozen=True, kw_only=True)
 class HashSplit:
-    """Which side of a split a hash falls on; pure."""
+    """Assigns rows or keys to the sides of a split by hash; pure."""
 
     shares: tuple[float, ...]  # of each side, in order; their sum is 1
-    seed: int = 0  # another one cuts elsewhere
+    seed: int = 0  # of the hash
 
     def rows(self, first: int, stop: int) -> npt.NDArray[np.int8]:
-        """The side of each of the rows first..stop, by number: (stop - first,) int8."""
+        """Return the side of each row number first..stop: (stop - first,) int8."""
         return self.sides(np.arange(first, stop, dtype=np.uint64))
 
     def sides(self, keys: _Keys) -> npt.NDArray[np.int8]:
-        """The side of each key: (keys,) int8. SplitMix64 spreads them over [0, 1)."""
+        """Return the side of each key: (keys,) int8. SplitMix64 spreads keys over [0, 1)."""
         spread = (split_mix(keys, fold_seed(self.seed)) >> np.uint64(11)) * 2.0**-53
         return np.searchsorted(np.cumsum(self.shares)[:-1], spread, side="right").astype(np.int8)
 
 
 def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
-    """A number for each value, equal for equal values, the same in every process; None where values are not keys.
+    """Return a number for each value, equal for equal values in every process; None if values cannot be keys.
 
     Integers of any width, booleans and times count by value, floats by value in float64, text and bytes by BLAKE2b.
     """
@@ -58,27 +58,27 @@ def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
         return (values.astype(np.float64) + 0.0).view(np.uint64)
     if not all(isinstance(value, str | bytes) for value in values):
         return None
-    known: dict[str | bytes, int] = {}
+    keys: dict[str | bytes, int] = {}
     for value in values:
-        if value not in known:
+        if value not in keys:
             text = value.encode() if isinstance(value, str) else value
-            known[value] = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-    return np.array([known[value] for value in values], dtype=np.uint64)
+            keys[value] = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+    return np.array([keys[value] for value in values], dtype=np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex(Index):
     """Index of one side of a split by key."""
 
-    # for each row group here, a bit for each row of the whole's row group: set where it is on this side
+    # for each row group of this side, a bit for each row of the original row group: set if it is on this side
     marks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _SplitSource(Source):
-    """Side number `side` of a split, by the key column `by` or, where that is None, by row number.
+    """Side number `side` of a split, by the key column `by` or, if that is None, by row number.
 
-    The splits of one call share `sides`: the side of every row by key, which takes one pass.
+    The splits of one call share `sides`: the side of every row by key, which needs one pass.
     """
 
     whole: Source
@@ -91,15 +91,15 @@ class _SplitSource(Source):
     def describe(self) -> str:
         shares = zip(self.names, self.cut.shares, strict=True)
         words = ", ".join(f"{name} {share:g}" for name, share in shares)
-        by = f", by={self.by!r}" if self.by is not None else ""
-        return f"split({self.whole.describe()}, {words}{by})[{self.names[self.side]!r}]"
+        key = f", by={self.by!r}" if self.by is not None else ""
+        return f"split({self.whole.describe()}, {words}{key})[{self.names[self.side]!r}]"
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return self.whole.functions
 
     def index(self) -> Index:
-        """Hash every row number, or read the key column once. Raises DataError where no row is on this side."""
+        """Hash every row number, or read the key column once. Raises DataError if no row is on this side."""
         whole = self.whole.index()
         groups: list[RowGroup] = []
         marks: list[bytes] = []
@@ -132,34 +132,34 @@ class _SplitSource(Source):
         return _SplitLoader(self, index, self.whole.open(index.base))
 
     def _masks(self, whole: Index) -> Iterable[_Mask]:
-        """For each row group of the whole, which of its rows are on this side."""
-        if (by := self.by) is None:
+        """Return for each original row group a mask of its rows on this side."""
+        if (column := self.by) is None:
             return (self.mask(group) for group in whole.groups)
-        return (sides == self.side for sides in self.sides.get(whole, lambda: self._read_sides(whole, by)))
+        return (sides == self.side for sides in self.sides.get(whole, lambda: self._read_sides(whole, column)))
 
     def mask(self, group: RowGroup) -> _Mask:
-        """Which rows of a row group of the whole are on this side, by their numbers."""
+        """Return a mask of the rows of an original row group that are on this side, by row number."""
         starts = range(group.first, group.first + group.rows, _PIECE_ROWS)
         stop = group.first + group.rows
         pieces = [self.cut.rows(start, min(start + _PIECE_ROWS, stop)) == self.side for start in starts]
         return np.concatenate(pieces)
 
-    def _read_sides(self, whole: Index, by: str) -> tuple[npt.NDArray[np.int8], ...]:
-        if by not in whole.schema:
+    def _read_sides(self, whole: Index, column: str) -> tuple[npt.NDArray[np.int8], ...]:
+        if column not in whole.schema:
             raise DataError(
-                f"there is no column {by!r} to split by",
+                f"there is no column {column!r} to split by",
                 where=self.whole.describe(),
-                remedy=f"{nearest(by, whole.schema)} It must be a column of the source, before any .map",
+                remedy=f"{nearest(column, whole.schema)} It must be a column of the source, before any .map",
             )
         loader = self.whole.open(whole)
-        return tuple(self._sides_of(loader, number, group, by) for number, group in enumerate(whole.groups))
+        return tuple(self._sides_of(loader, number, group, column) for number, group in enumerate(whole.groups))
 
-    def _sides_of(self, loader: Loader, number: int, group: RowGroup, by: str) -> npt.NDArray[np.int8]:
-        values = loader.load(number, (by,))[by]
+    def _sides_of(self, loader: Loader, number: int, group: RowGroup, column: str) -> npt.NDArray[np.int8]:
+        values = loader.load(number, (column,))[column]
         keys = hash_keys(values)
         if keys is None:
             raise DataError(
-                f"the values of {by!r}, {values.dtype} of shape {values.shape[1:]}, are not keys",
+                f"the values of {column!r}, {values.dtype} of shape {values.shape[1:]}, are not keys",
                 where=f"{group.file}, row group {group.number}",
                 remedy="split by a column of numbers, text or bytes, one for each row",
             )
@@ -167,7 +167,7 @@ class _SplitSource(Source):
 
 
 class _SplitLoader(Loader):
-    """Loads row groups of the whole and keeps the rows of one side."""
+    """Loads original row groups and keeps the rows of one side."""
 
     def __init__(self, source: _SplitSource, index: SplitIndex, loader: Loader) -> None:
         self._source, self._index, self._loader = source, index, loader
@@ -192,7 +192,7 @@ class _SplitLoader(Loader):
         return self._loader.load_rows(origin, columns, np.flatnonzero(mask)[rows])
 
     def _side(self, number: int) -> tuple[int, npt.NDArray[np.bool_]]:
-        """The row group of the whole, and which of its rows are kept."""
+        """Return the number of the original row group, and a mask of its rows on this side."""
         origin = self._index.groups[number].number
         assert self._index.base is not None
         group = self._index.base.groups[origin]
@@ -203,17 +203,17 @@ class _SplitLoader(Loader):
 
 
 def split(dataset: Dataset, shares: Mapping[str, float], *, by: str | None = None, seed: int = 0) -> dict[str, Dataset]:
-    """Cut a data set into parts that have no row in common and all of them together.
+    """Split a data set into disjoint parts that together have all rows.
 
-    Each row falls on a side by a hash, so that the shares are met on average: of n rows, a share p gets n p rows with a
-    standard deviation of sqrt(n p (1 - p)). Rows appended at the end move none. The transforms stay on each part.
+    A hash assigns each row to a part, so that the shares are met on average: of n rows, a share p gets n p rows with a
+    standard deviation of sqrt(n p (1 - p)). Appended rows do not move other rows. Each part keeps the transforms.
 
     Args:
-        dataset: to cut; the rows are those of its source, filters and packing included.
+        dataset: to split; the rows are those of its source, filters and packing included.
         shares: above 0, by name, with a sum of 1.
-        by: a key column of the source (numbers, text or bytes): rows of the same key fall on the same side, whatever
-            their place. It costs one reading of that column when the parts are indexed, and one bit a row after that.
-        seed: another one cuts elsewhere.
+        by: a key column of the source (numbers, text or bytes): rows with the same key are in the same part. Indexing
+            the parts reads this column once; each row then takes one bit.
+        seed: of the hash.
 
     Raises:
         DataError: the shares are wrong; when a part is read: it has no rows, or there is no such column of keys.

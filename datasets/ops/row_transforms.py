@@ -1,4 +1,4 @@
-"""Transforms: the user's functions over rows and batches, and how they are applied."""
+"""Transforms: apply user functions to rows and batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BatchFunction = Callable[[Arrays], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RowMap:
-    """f(row, rng) -> row, for each row by itself."""
+    """f(row, rng) -> row, for each row."""
 
     function: RowFunction
     heavy: ClassVar[bool] = False
@@ -33,9 +33,9 @@ class RowMap:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchMap:
-    """f(columns) -> columns with as many rows; a need of CPUs or GPUs for each call makes it a stage of Ray Data.
+    """f(columns) -> columns with as many rows. With `cpus` or `gpus` for each call, it is a stage of Ray Data.
 
-    A `StatefulFunction` function runs there on actors, each with that many of its own.
+    A `StatefulFunction` runs there on actors, each of which reserves `cpus` and `gpus`.
     """
 
     function: BatchFunction
@@ -49,12 +49,12 @@ class BatchMap:
 
     @property
     def needs(self) -> dict[str, float]:
-        """What each call, or each actor, has of its own."""
+        """Resources of each call, or of each actor."""
         return {"CPU": self.cpus, "GPU": self.gpus}
 
     @property
     def stateful(self) -> bool:
-        """Whether it holds what is made once in a process."""
+        """Whether the function is an object that each process creates once."""
         return isinstance(self.function, StatefulFunction)
 
 
@@ -63,7 +63,7 @@ Transform = RowMap | BatchMap
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What randomness is counted by: the run's seed and the epoch."""
+    """Seeds of random transforms: the run's seed and the epoch."""
 
     seed: int = 0
     epoch: int = 0
@@ -81,7 +81,7 @@ def apply(
 
     Raises:
         UserCodeError: a function raised.
-        DataError: a function gave the wrong rows, types or shapes.
+        DataError: a function returned wrong rows, types or shapes.
     """
     columns = copy_objects(columns) if transforms else columns
     for number, transform in enumerate(transforms, first):
@@ -98,19 +98,19 @@ def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: C
     for row, sample in enumerate(samples.tolist()):
         key, where = fold_seed(counters.seed, counters.epoch, sample, *stage), f"sample {sample}"
         generator = np.random.Generator(np.random.Philox(key=key))
-        given = {column: array[row] for column, array in columns.items()}
-        results.append(call_user_function(function, where, given, generator))
+        values = {column: array[row] for column, array in columns.items()}
+        results.append(call_user_function(function, where, values, generator))
         require_same_columns(results[-1], results[0], f"the transform {name} returned", where)
     if not results:
         return columns
     return {column: stack_rows([row[column] for row in results], f"{column!r} from {name}") for column in results[0]}
 
 
-def require_same_columns(row: Any, first: Any, said: str, where: str = "") -> None:
-    """Raise DataError for what is not a dict of the columns that the first row has."""
+def require_same_columns(row: Any, first: Any, prefix: str, where: str = "") -> None:
+    """Raise DataError if a row is not a dict with the columns of the first row. `prefix` starts the message."""
     if not isinstance(row, Mapping) or row.keys() != first.keys():
-        given = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
-        raise DataError(f"{said} {given}", where=where, remedy="make a dict with the same columns for every row")
+        result = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise DataError(f"{prefix} {result}", where=where, remedy="make a dict with the same columns for every row")
 
 
 def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Arrays:
@@ -145,11 +145,11 @@ def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.N
 
 
 def call_user_function(
-    function: Callable[..., Any], where: str, *given: Any, finish: Callable[[Any], Any] = lambda answer: answer
+    function: Callable[..., Any], where: str, *arguments: Any, finish: Callable[[Any], Any] = lambda answer: answer
 ) -> Any:
-    """Return finish(function(*given)). An exception becomes a UserCodeError; a TrainwrightError gets the place."""
+    """Return finish(function(*arguments)). An exception becomes a UserCodeError; a TrainwrightError gets `where`."""
     try:
-        return finish(function(*given))
+        return finish(function(*arguments))
     except TrainwrightError as error:
         error.where = error.where or where
         raise
@@ -163,7 +163,7 @@ def call_user_function(
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function, or of the class in its place, for messages."""
+    """Return the name of a function, or of a class that is used as one, for messages."""
     if isinstance(function, StatefulFunction):
         return function.func.__qualname__
     return str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -180,9 +180,9 @@ _CALLS = {
 
 
 def check_arguments(function: Any, method: str) -> None:
-    """Raise DataError where a user's function cannot be called with the arguments that `method` gives it.
+    """Raise DataError if a user's function cannot be called with the arguments of `method`.
 
-    A function whose arguments Python does not know, such as a NumPy function, passes.
+    A function without a signature, such as some NumPy functions, is accepted.
     """
     arguments, result = _CALLS[method]
     if not callable(function):
@@ -198,30 +198,30 @@ def check_arguments(function: Any, method: str) -> None:
     raise DataError(problem, where=method, remedy=f"give {method} a function of ({arguments}): {result}")
 
 
-# --- Classes of the user's in the place of a function -----------------------------------------------------------------
+# --- User classes instead of functions --------------------------------------------------------------------------------
 
 
-_OBJECTS: dict[str, Any] = {}  # of this process, by key
-_LOCK = threading.RLock()  # held while an object is made, so that none is made twice
+_INSTANCES: dict[str, Any] = {}  # of this process, by key
+_LOCK = threading.RLock()  # held while an object is created, so that none is created twice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatefulFunction:
-    """`func(*args, **keywords)(columns)`, where the object is made on the first call in a process, and kept.
+    """`func(*args, **keywords)(columns)`; the first call in a process creates the object, which later calls use.
 
     Attributes:
-        func, args, keywords: the class and its arguments, as of a `functools.partial`.
-        key: equal for the same class and arguments, whose object is shared.
+        func, args, keywords: the class and its arguments, as in `functools.partial`.
+        key: equal for the same class and arguments, which share an object.
     """
 
     func: type
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
-    key: str = field(compare=False)  # no two processes pickle alike
+    key: str = field(compare=False)  # processes may pickle the same value differently
 
     @classmethod
     def of(cls, func: type, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> StatefulFunction:
-        """Return the function of a class. Raises DataError where the class or its arguments cannot be pickled."""
+        """Return the function of a class. Raises DataError if the class or its arguments cannot be pickled."""
         try:
             packed = cloudpickle.dumps((func, args, dict(keywords)))
         except Exception as error:
@@ -234,7 +234,7 @@ class StatefulFunction:
 
     @staticmethod
     def fits(function: Any) -> bool:
-        """Whether it is a class whose objects can be called; others, such as `dict`, are functions like any."""
+        """Return whether `function` is a class whose objects can be called; `dict`, for example, is not."""
         return isinstance(function, type) and any("__call__" in vars(kind) for kind in function.__mro__)
 
     def __call__(self, columns: Any) -> Any:
@@ -242,24 +242,21 @@ class StatefulFunction:
         return self.open()(columns)
 
     def open(self) -> Any:
-        """Return this process's object, which is made on the first call.
-
-        Raises UserCodeError where its constructor raises.
-        """
+        """Return this process's object, which the first call creates. Raises UserCodeError if the constructor does."""
         what = f"the constructor of the transform {self.func.__qualname__}"
         remedy = "correct it, or what it is given; what it opens must be where the transform runs"
         with _LOCK:
-            if self.key not in _OBJECTS:
+            if self.key not in _INSTANCES:
                 with user_code(what, remedy, "map_batches"):
-                    _OBJECTS[self.key] = self.func(*self.args, **self.keywords)
-            return _OBJECTS[self.key]
+                    _INSTANCES[self.key] = self.func(*self.args, **self.keywords)
+            return _INSTANCES[self.key]
 
     def close(self) -> None:
-        """Drop the object, after its own `close()` where it has one."""
+        """Drop the object, and call its `close()`, if any."""
         with _LOCK:
-            made = _OBJECTS.pop(self.key, None)
-        if hasattr(made, "close"):
-            made.close()
+            instance = _INSTANCES.pop(self.key, None)
+        if hasattr(instance, "close"):
+            instance.close()
 
 
 # --- Text to tokens ---------------------------------------------------------------------------------------------------
@@ -271,7 +268,7 @@ END = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenize:
-    """f(columns) -> columns with the tokens of each text instead of it: arrays (tokens,) of int32, one a row."""
+    """f(columns) -> columns in which each text is replaced by its tokens: arrays (tokens,) of int32, one a row."""
 
     # None for the bytes of UTF-8; a name for `transformers.AutoTokenizer`; a tokeniser of `transformers` or
     # `tokenizers`; or any function from text to a list of token numbers
@@ -286,14 +283,14 @@ class Tokenize:
         """Tokenise many rows. Raises DataError for a column that is missing or holds no text."""
         texts = columns.get(self.column, np.zeros(0))
         if texts.dtype.kind not in "OSU" or not all(isinstance(text, str | bytes) for text in texts):
-            held = f"holds {texts.dtype}" if self.column in columns else "is not there"
+            problem = f"holds {texts.dtype}" if self.column in columns else "is not there"
             raise DataError(
-                f"column {self.column!r} {held}, and text was expected",
+                f"column {self.column!r} {problem}, and text was expected",
                 remedy=f"name one of {', '.join(sorted(columns))}",
             )
         tokens = object_array([self._encode(text.decode() if isinstance(text, bytes) else text) for text in texts])
-        rest = {name: column for name, column in columns.items() if name != self.column}
-        return {**rest, self.to: tokens}
+        others = {name: column for name, column in columns.items() if name != self.column}
+        return {**others, self.to: tokens}
 
     def _encode(self, text: str) -> npt.NDArray[np.int32]:
         if self.tokenizer is None:
@@ -308,20 +305,20 @@ class Tokenize:
     def _end(self) -> int | None:
         if self.end != "auto":
             return self.end
-        return END if self.tokenizer is None else getattr(self._loaded, "eos_token_id", None)
+        return END if self.tokenizer is None else getattr(self._tokenizer, "eos_token_id", None)
 
     @cached_property
-    def _loaded(self) -> Any:
-        """The tokeniser; a named one is loaded once in each process."""
-        return _named(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+    def _tokenizer(self) -> Any:
+        """The tokeniser; a process loads a named one once."""
+        return _load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
 
     @cached_property
     def _function(self) -> Callable[[str], Sequence[int]]:
-        tokenizer = self._loaded
+        tokenizer = self._tokenizer
         if hasattr(tokenizer, "encode"):
-            return lambda text: _numbers(tokenizer.encode(text))
+            return lambda text: _token_ids(tokenizer.encode(text))
         if callable(tokenizer):
-            return lambda text: _numbers(tokenizer(text))
+            return lambda text: _token_ids(tokenizer(text))
         raise DataError(
             f"tokenizer={tokenizer!r} cannot be called",
             remedy="give a tokeniser, a function, a name, or None for bytes",
@@ -331,18 +328,18 @@ class Tokenize:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def _numbers(answer: Any) -> Sequence[int]:
-    """Token numbers from what tokenisers answer: a list, an Encoding with `ids`, a mapping with `input_ids`."""
-    ids = getattr(answer, "ids", None)
-    if ids is None and hasattr(answer, "keys"):
-        ids = answer["input_ids"]
-    found: Sequence[int] = answer if ids is None else ids
-    return found
+def _token_ids(encoded: Any) -> Sequence[int]:
+    """Return token numbers from a tokeniser's output: a list, an Encoding with `ids`, a mapping with `input_ids`."""
+    ids = getattr(encoded, "ids", None)
+    if ids is None and hasattr(encoded, "keys"):
+        ids = encoded["input_ids"]
+    numbers: Sequence[int] = encoded if ids is None else ids
+    return numbers
 
 
-def _named(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     try:
-        transformers = importlib.import_module("transformers")  # whoever names a tokeniser has it; we do not ask for it
+        transformers = importlib.import_module("transformers")  # optional: only named tokenisers need it
     except ImportError as error:
         raise DataError(
             f"the tokeniser {name!r} needs the package transformers",

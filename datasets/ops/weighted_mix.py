@@ -1,9 +1,9 @@
-"""Several data sets as one: mixed, by weights that hold in every prefix, or one after the other.
+"""Combine data sets: mix them by weights that hold in every prefix, or concatenate them.
 
-The part of row i of a mixture follows from a fixed sequence with a short period: each part's rows are due in windows
-as wide as the inverse of its weight, and the row whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
-Plaxton and Varvel, 1996). So every prefix has each part's weight within one row. The rows of a part come in their own
-order, from a start that the seed gives, and repeat when they are used up. The sample order shuffles the mixture's rows.
+A fixed sequence with a short period determines the part of row i of a mixture: each part's rows are due in windows as
+wide as the inverse of its weight, and the row whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
+Plaxton and Varvel, 1996). So every prefix has each part's weight within one row. The rows of a part keep their order,
+start at a row that depends on the seed, and repeat after the last row. The sample order shuffles the mixture's rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainwright.datasets.row_reader import Gather, RowReader
 from trainwright.datasets.sample_order import MAX_PASSES, MEMORY_BYTES, apply_by_pass
 
 _TAG = "source"
-_PERIOD = 1 << 14  # at most; weights that need a longer one are rounded to it
+_PERIOD = 1 << 14  # longest period; weights that need a longer one are rounded
 _GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
 
 
@@ -55,15 +55,15 @@ class MixPattern:
         return sum(self.counts)
 
     def at(self, rows: Rows) -> tuple[Rows, Rows]:
-        """For rows of the mixture: the part of each, and how many rows of that part came before it."""
-        turn, slot = np.divmod(rows, self.period)
+        """Return the part of each row of the mixture, and its row number within the part."""
+        periods, slot = np.divmod(rows, self.period)
         parts = self._parts[slot]
-        return parts, turn * np.array(self.counts, dtype=np.int64)[parts] + self._ranks[slot]
+        return parts, periods * np.array(self.counts, dtype=np.int64)[parts] + self._ranks[slot]
 
     def position(self, part: int, number: int) -> int:
-        """The mixture's row at which row `number` of a part comes."""
-        turn, rank = divmod(number, self.counts[part])
-        return turn * self.period + int(np.flatnonzero(self._parts == part)[rank])
+        """Return the row of the mixture that is row `number` of a part."""
+        periods, rank = divmod(number, self.counts[part])
+        return periods * self.period + int(np.flatnonzero(self._parts == part)[rank])
 
     @cached_property
     def _parts(self) -> Rows:
@@ -92,7 +92,7 @@ class _Consecutive:
 
 
 def pattern_of(weights: Sequence[float]) -> MixPattern:
-    """The pattern of the shortest period that has the weights; rounded to 1 in 16,384 where there is none."""
+    """Return the pattern with these weights and the shortest period; weights may be rounded to 1 in 16,384."""
     shares = np.array(weights, dtype=np.float64) / math.fsum(weights)
     periods = np.arange(len(shares), _PERIOD + 1, dtype=np.float64)[:, None]
     exact = np.all(np.abs(np.rint(periods * shares) - periods * shares) < 1e-9 * periods, axis=1)
@@ -105,13 +105,13 @@ def pattern_of(weights: Sequence[float]) -> MixPattern:
 
 
 def largest_single_pass(pattern: MixPattern, sizes: Sequence[int]) -> int:
-    """Return the most rows of a mixture without a repeated row: one part has then been used up once."""
+    """Return the most rows of a mixture without a repeated row, after which a part has no unused row."""
     return min(pattern.position(part, size) for part, size in enumerate(sizes))
 
 
 @lru_cache(maxsize=8)
 def _sequence(counts: tuple[int, ...]) -> Rows:
-    """The part at each slot of one period: the one that is due first among those that may come."""
+    """Return the part of each slot of a period: among the released parts, the one with the earliest deadline."""
     period = sum(counts)
     waiting = [(0, -(-period // count), part, 0) for part, count in enumerate(counts)]  # release, deadline, part, rank
     heapq.heapify(waiting)
@@ -131,7 +131,7 @@ def _sequence(counts: tuple[int, ...]) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _MixedIndex(Index):
-    """Index of several data sets as one, with those of the parts in order."""
+    """Index of combined data sets, with the indexes of the parts in order."""
 
     parts: tuple[Index, ...]
     pattern: MixPattern | _Consecutive
@@ -139,7 +139,7 @@ class _MixedIndex(Index):
 
 @dataclass(frozen=True, kw_only=True)
 class _MixedSource(Source):
-    """Rows of several named data sets in the order of a pattern. `mix` says what the other fields mean."""
+    """Rows of several named data sets in the order of a pattern. `mix` explains the other fields."""
 
     parts: tuple[tuple[str, Dataset], ...]
     pattern: MixPattern | None  # None for one part after the other
@@ -174,24 +174,25 @@ class _MixedSource(Source):
             hash=hash_parts(
                 [*settings, *((name, part.hash) for (name, _), part in zip(self.parts, parts, strict=True))]
             ),
-            note="" if self.pattern is None or self.rows is not None else self._left_out(self.pattern, sizes, rows),
+            note="" if self.pattern is None or self.rows is not None else self._unused_note(self.pattern, sizes, rows),
             parts=parts,
             pattern=self.pattern or _Consecutive(sizes=sizes),
         )
 
-    def _left_out(self, pattern: MixPattern, sizes: Sequence[int], rows: int) -> str:
-        """Return a note on the rows that are in no epoch; empty for none."""
-        turns, rest = divmod(rows, pattern.period)
-        taken = turns * np.array(pattern.counts) + np.bincount(pattern.at(np.arange(rest))[0], minlength=len(sizes))
+    def _unused_note(self, pattern: MixPattern, sizes: Sequence[int], rows: int) -> str:
+        """Return a note on the rows that no epoch uses; empty if all are used."""
+        periods, remainder = divmod(rows, pattern.period)
+        parts, _ = pattern.at(np.arange(remainder))
+        used_counts = periods * np.array(pattern.counts) + np.bincount(parts, minlength=len(sizes))
         left = [
             f"{size - used:,} of {size:,} rows of {name!r}"
-            for (name, _), size, used in zip(self.parts, sizes, taken.tolist(), strict=True)
+            for (name, _), size, used in zip(self.parts, sizes, used_counts.tolist(), strict=True)
             if used < size
         ]
         if not left:
             return ""
-        whole = max(pattern.position(part, size - 1) for part, size in enumerate(sizes)) + 1
-        return f"a mixture, and {' and '.join(left)} are in no epoch: mix(..., rows={whole}) has each row at least once"
+        most = max(pattern.position(part, size - 1) for part, size in enumerate(sizes)) + 1
+        return f"a mixture, and {' and '.join(left)} are in no epoch: mix(..., rows={most}) has each row at least once"
 
     def open(self, index: Index) -> _MixedLoader:
         assert isinstance(index, _MixedIndex), "a mixture is opened with an index of its own"
@@ -199,17 +200,17 @@ class _MixedSource(Source):
 
     def _schema(self, indexes: tuple[Index, ...]) -> Mapping[str, Field]:
         names = [name for name, _ in self.parts]
-        found = [transformed_fields(dataset, index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
+        schemas = [transformed_fields(dataset, index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
         remedy = "bring the parts to the same columns, types and shapes with .map before mixing or joining"
-        for name, fields in zip(names, found, strict=True):
-            require_same_fields(fields, found[0], repr(names[0]), f"part {name!r} of {self.describe()}", remedy)
-        if self.tag and _TAG in found[0]:
+        for name, fields in zip(names, schemas, strict=True):
+            require_same_fields(fields, schemas[0], repr(names[0]), f"part {name!r} of {self.describe()}", remedy)
+        if self.tag and _TAG in schemas[0]:
             raise DataError(
                 f"the parts have a column {_TAG!r} already",
                 where=self.describe(),
                 remedy="rename it with .map_batches, or leave tag=False",
             )
-        return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
+        return {**schemas[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else schemas[0]
 
 
 def _mixed_groups(
@@ -232,7 +233,7 @@ def _joined_groups(parts: Sequence[Index]) -> tuple[RowGroup, ...]:
 
 
 class _MixedLoader(Loader):
-    """Gathers the rows of each part and lays them in the order of the whole."""
+    """Gathers the rows of each part and puts them in the order of the mixture."""
 
     def __init__(self, source: _MixedSource, index: _MixedIndex) -> None:
         self._source, self._index, self._where = source, index, source.describe()
@@ -244,7 +245,7 @@ class _MixedLoader(Loader):
         return any(reader.varying for reader in self._readers.values())
 
     def begin(self, seed: int, epoch: int) -> None:
-        """What is loaded from now on belongs to an epoch of a run; the mixture has a seed of its own."""
+        """Begin an epoch of a run, to which later loads belong; the mixture has its own seed."""
         self._epoch = epoch
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
@@ -257,30 +258,30 @@ class _MixedLoader(Loader):
 
     def _mixed(self, rows: Rows, columns: Sequence[str], gather: Gather) -> Arrays:
         parts, numbers = self._index.pattern.at(rows)
-        wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
+        names = tuple(name for name in columns if not (self._source.tag and name == _TAG))
         result: Arrays = {
             name: np.empty((len(rows), *self._index.schema[name].shape), self._index.schema[name].dtype)
-            for name in wanted
+            for name in names
         }
         for part in np.unique(parts).tolist():
-            chosen = np.flatnonzero(parts == part)
-            found = self._rows(part, numbers[chosen], wanted, gather)
+            positions = np.flatnonzero(parts == part)
+            arrays = self._rows(part, numbers[positions], names, gather)
             where = f"part {self._source.parts[part][0]!r} of {self._where}"
-            require_same_fields(schema_of(found), schema_of(result), "the first row", where)
-            for name, array in found.items():
-                result[name][chosen] = array
+            require_same_fields(schema_of(arrays), schema_of(result), "the first row", where)
+            for name, array in arrays.items():
+                result[name][positions] = array
         return {name: result.get(name, parts) for name in columns}
 
     def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...], gather: Gather) -> Arrays:
-        """A part's rows by their number in the mixture, transformed; each pass over it counts as an epoch."""
+        """Return transformed rows of a part; `numbers` count repeats, and each pass over the part is an epoch."""
         dataset, index = self._source.parts[part][1], self._index.parts[part]
         start = fold_seed(self._source.seed, part) % index.rows if self._source.seed else 0
         passes, rows = np.divmod(numbers + start, index.rows)
 
-        def compute(which: npt.NDArray[np.bool_], turn: int) -> Arrays:
-            counters = Counters(seed=self._source.seed, epoch=turn)
-            gathered = gather(self._reader(part, columns), rows[which], self._epoch * MAX_PASSES + turn)
-            return dataset.transform(gathered, rows[which], counters, columns)
+        def compute(mask: npt.NDArray[np.bool_], number: int) -> Arrays:
+            counters = Counters(seed=self._source.seed, epoch=number)
+            gathered = gather(self._reader(part, columns), rows[mask], self._epoch * MAX_PASSES + number)
+            return dataset.transform(gathered, rows[mask], counters, columns)
 
         return apply_by_pass(passes, compute)
 
@@ -302,20 +303,19 @@ def mix(
     seed: int = 0,
     tag: bool = False,
 ) -> Dataset:
-    """Several data sets as one, in which every prefix has each part's weight within one row.
+    """Mix data sets, so that every prefix of the rows has each part's weight within one row.
 
-    An epoch takes the first rows of the mixture: what it leaves out of a large part is left out of every epoch, and a
-    note of the plan says how many rows. Give `rows` for a longer one; a job's `epoch_samples=` then keeps checkpoints
-    and evaluations as frequent as before. Transforms of the parts are applied here, with randomness counted by (seed,
-    pass over the part, row) and not by the epoch: augmentation that shall differ between epochs belongs in a `.map` of
-    the mixture.
+    Each epoch has the same first rows of the mixture. A note of the plan says how many rows of large parts no epoch
+    uses. Give `rows` for a longer epoch; the job's `epoch_samples=` then keeps checkpoints and evaluations as frequent
+    as before. Transforms of the parts are applied here, with randomness from (seed, pass over the part, row) and not
+    from the epoch: augmentation that must differ between epochs belongs in a `.map` of the mixture.
 
     Args:
         parts: data sets by name, of the same columns after their transforms.
-        weights: positive, by name; only their ratios count. They are kept exactly where whole numbers with a sum of at
-            most 16,384 have them, else rounded to such. By default all are equal.
-        rows: of an epoch; parts that are used up begin again. By default as many as come before any row is repeated.
-        seed: other seeds begin each part at another row; 0 begins at the first.
+        weights: positive, by name; only their ratios count. They are exact if whole numbers with a sum of at most
+            16,384 have the same ratios, else rounded. By default all are equal.
+        rows: of an epoch; a part starts again after its last row. By default the most rows without a repeated one.
+        seed: determines the first row of each part; 0 starts at row 0.
         tag: add an int64 column `source`: the number of the part, in the order given.
 
     Raises:
@@ -323,19 +323,19 @@ def mix(
     """
     if rows is not None and rows < 1:
         raise DataError(f"rows={rows} is not a length of an epoch", remedy="give 1 or more, or leave it out")
-    _check("mix", parts)
-    given = dict.fromkeys(parts, 1.0) if weights is None else dict(weights)
-    _check_weights(parts, given)
-    pattern = pattern_of([given[name] for name in parts])
+    _check_parts("mix", parts)
+    weight_of = dict.fromkeys(parts, 1.0) if weights is None else dict(weights)
+    _check_weights(parts, weight_of)
+    pattern = pattern_of([weight_of[name] for name in parts])
     return Dataset(source=_MixedSource(parts=tuple(parts.items()), pattern=pattern, rows=rows, seed=seed, tag=tag))
 
 
 def concat(*parts: Dataset) -> Dataset:
-    """Several data sets as one: the rows of the first, then those of the second, and so on.
+    """Concatenate data sets: the rows of the first, then the rows of the second, and so on.
 
-    Such as all folds but one, or data that is in several places. `shuffle` of the job shuffles all rows together.
-    Transforms of the parts are applied here, with randomness counted by row and not by epoch: augmentation that shall
-    differ between epochs belongs in a `.map` of the whole.
+    Use it for all folds but one, or for data in several places. `shuffle` of the job shuffles all rows together.
+    Transforms of the parts are applied here, with randomness from the row and not from the epoch: augmentation that
+    must differ between epochs belongs in a `.map` of the result.
 
     Args:
         parts: data sets of the same columns after their transforms.
@@ -344,12 +344,12 @@ def concat(*parts: Dataset) -> Dataset:
         DataError: no parts, one without rows by number, or one with a transform that runs on Ray Data.
     """
     named = {str(number): part for number, part in enumerate(parts)}
-    _check("concat", named)
+    _check_parts("concat", named)
     return Dataset(source=_MixedSource(parts=tuple(named.items()), pattern=None))
 
 
-def _check(word: str, parts: Mapping[str, Dataset]) -> None:
-    """Raise DataError for parts that cannot be read by number here."""
+def _check_parts(word: str, parts: Mapping[str, Dataset]) -> None:
+    """Raise DataError for parts that cannot be read by row number."""
     if not parts:
         raise DataError(f"there is nothing to {word}", remedy="give at least one data set")
     for name, dataset in parts.items():
