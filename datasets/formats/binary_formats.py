@@ -177,7 +177,7 @@ class _FileStream(io.RawIOBase):
     """The content of a file as a binary stream, from byte `start` on."""
 
     def __init__(self, data: RandomAccessFile, start: int = 0) -> None:
-        self._data, self._at = data, start
+        self._data, self._position = data, start
 
     def readable(self) -> bool:
         return True
@@ -186,18 +186,18 @@ class _FileStream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._data.size_bytes}[whence]
-        self._at = origin + offset
-        return self._at
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.size_bytes}[whence]
+        self._position = origin + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._data.size_bytes)
-        content = self._data.read(self._at, stop) if stop > self._at else b""
+        stop = min(self._position + len(buffer), self._data.size_bytes)
+        content = self._data.read(self._position, stop) if stop > self._position else b""
         buffer[: len(content)] = content
-        self._at += len(content)
+        self._position += len(content)
         return len(content)
 
 
@@ -251,9 +251,9 @@ class _TFRecordFormat(FileFormat):
             records = _records(body, place)
             for row, features in enumerate(records):
                 for name, feature in features.items():
-                    found = _trait(feature)
-                    if found is not None and found != traits.get(name):
-                        traits[name] = self._widened(traits.get(name), found, place.at(row, name))
+                    trait = _trait(feature)
+                    if trait is not None and trait != traits.get(name):
+                        traits[name] = self._widened(traits.get(name), trait, place.at(row, name))
             return len(records)
 
         return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, _frame_ends), count), traits=traits)
@@ -266,9 +266,9 @@ class _TFRecordFormat(FileFormat):
 
     def field(self, trait: _FeatureTrait) -> Field:
         """Return dtype and shape of the column; lists of different lengths are objects."""
-        listed = trait.length is None or trait.length == 0
-        plain = trait.kind == "bytes" or listed
-        shape = () if listed or trait.length == 1 else (trait.length or 0,)
+        is_list = trait.length is None or trait.length == 0
+        plain = trait.kind == "bytes" or is_list
+        shape = () if is_list or trait.length == 1 else (trait.length or 0,)
         return Field(np.dtype(object if plain else trait.kind), shape)
 
     def pack(self, trait: _FeatureTrait) -> list[Any]:
@@ -282,11 +282,11 @@ class _TFRecordFormat(FileFormat):
         records = _records(body, place)
         return {name: self._column(records, name, trait, place) for name, trait in traits.items()}
 
-    def _widened(self, known: _FeatureTrait | None, found: _FeatureTrait, where: str) -> _FeatureTrait:
-        merged = self.merge(known, found) if known is not None else found
+    def _widened(self, old: _FeatureTrait | None, new: _FeatureTrait, where: str) -> _FeatureTrait:
+        merged = self.merge(old, new) if old is not None else new
         if merged is None:
             raise DataError(
-                f"the feature is {found.kind} here and {known and known.kind} in the rows before",
+                f"the feature is {new.kind} here and {old and old.kind} in the rows before",
                 where=where,
                 remedy="write every feature with one type",
             )
@@ -304,8 +304,8 @@ class _TFRecordFormat(FileFormat):
             values = getattr(feature, kind_field)
             length = len(values.value)
             if trait.length not in (None, length) or (not length and _trait(feature) != (trait.kind, 0)):
-                found = _trait(feature) or trait
-                how = f"{found.length} values of {found.kind} where all rows had {trait}"
+                actual = _trait(feature) or trait
+                how = f"{actual.length} values of {actual.kind} where all rows had {trait}"
                 raise changed_error(how, place.at(row, name))
             lists.append(values)
         if field.dtype != np.dtype(object):
@@ -427,7 +427,7 @@ class _TarFormat(FileFormat):
         starts: list[int] = []
         stops: list[int] = []
         with io.BufferedReader(_FileStream(data), _BUFFER_BYTES) as stream:
-            for sample in _samples(stream, data.file, whole=True):
+            for sample in _samples(stream, data.file, is_complete=True):
                 starts.append(sample.start)
                 stops.append(sample.stop)
                 traits.update((name, _DECODED.get(name.rpartition(".")[2], "bytes")) for name in sample.members)
@@ -439,7 +439,7 @@ class _TarFormat(FileFormat):
         return Field(np.dtype(np.int64 if trait == "class" else object), ())
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
-        samples = list(_samples(io.BytesIO(body), place.at(), whole=False))
+        samples = list(_samples(io.BytesIO(body), place.at(), is_complete=False))
         return {name: _column(samples, body, name, trait, place) for name, trait in traits.items()}
 
 
@@ -482,10 +482,10 @@ def _value(content: bytes, trait: str) -> Any:
     return content
 
 
-def _samples(stream: IO[bytes], where: str, whole: bool) -> Iterator[_Sample]:
-    """Samples in order. Raises DataError for a damaged header, and for a `whole` archive without an end."""
+def _samples(stream: IO[bytes], where: str, is_complete: bool) -> Iterator[_Sample]:
+    """Samples in order. Raises DataError for a damaged header, and for an archive without an end if `is_complete`."""
     sample: _Sample | None = None
-    for member in _members(stream, where, whole):
+    for member in _members(stream, where, is_complete):
         match = _NAME.fullmatch(member.name)
         if match is None or not member.isreg():
             continue
@@ -504,7 +504,7 @@ def _samples(stream: IO[bytes], where: str, whole: bool) -> Iterator[_Sample]:
         yield sample
 
 
-def _members(stream: IO[bytes], where: str, whole: bool) -> Iterator[tarfile.TarInfo]:
+def _members(stream: IO[bytes], where: str, is_complete: bool) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=stream, mode="r:") as archive:
             while (member := archive.next()) is not None:
@@ -516,7 +516,7 @@ def _members(stream: IO[bytes], where: str, whole: bool) -> Iterator[tarfile.Tar
         raise _damaged_archive_error(str(error), where) from error
     if end.strip(b"\0"):
         raise _damaged_archive_error(f"no header stands at byte {archive.offset}", where)
-    if whole and not end:
+    if is_complete and not end:
         raise _damaged_archive_error("it has no end: it may be cut off", where)
 
 

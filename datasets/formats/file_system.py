@@ -205,8 +205,8 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     Raises DataError for an address with a password.
     """
     text = os.fspath(path)
-    user, found, _ = text.partition("://")[2].partition("/")[0].rpartition("@")
-    if found and ":" in user:
+    user, separator, _ = text.partition("://")[2].partition("/")[0].rpartition("@")
+    if separator and ":" in user:
         raise DataError(
             "the address has a password in it, which would be shown wherever the data set is named",
             where=text.replace(f"{user}@", "***@"),
@@ -246,14 +246,14 @@ def _open_address(address: str) -> tuple[pafs.FileSystem, str]:
 
 def _azure_file_system(where: str) -> pafs.FileSystem:
     """Return Azure with the account that the object store takes from the environment. Raises DataError."""
-    account, *given = (os.environ.get(f"AZURE_STORAGE_{name}", "") for name in _AZURE_SETTINGS)
+    account, *credentials = (os.environ.get(f"AZURE_STORAGE_{name}", "") for name in _AZURE_SETTINGS)
     if not account:
         raise DataError(
             "no account is set for az://",
             where=where,
             remedy="set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, here and on every node",
         )
-    key, access_key, sas_token, sas_key, *client = given
+    key, access_key, sas_token, sas_key, *client = credentials
     settings = dict[str, str]()
     if key or access_key:
         settings["account_key"] = key or access_key
@@ -303,13 +303,13 @@ def find_files(
     Raises:
         DataError: nothing is there, or the store cannot be listed.
     """
-    base, found, listed = list_files(system, path, shown)
-    if found.type == pafs.FileType.File and base == path:
-        return [found]
-    files = filter_files(listed, path, suffixes)
+    base, target, entries = list_files(system, path, shown)
+    if target.type == pafs.FileType.File and base == path:
+        return [target]
+    files = filter_files(entries, path, suffixes)
     if not files:
         raise DataError(
-            f"no {kind} file is here, among {len(listed)} entries" if listed else "the folder is empty",
+            f"no {kind} file is here, among {len(entries)} entries" if entries else "the folder is empty",
             where=shown,
             remedy=f"name a folder or glob with files that end in {', '.join(suffixes)}",
         )
@@ -319,24 +319,24 @@ def find_files(
 def _distinct(files: list[pafs.FileInfo], base: str, linked_files: bool) -> list[pafs.FileInfo]:
     """Keep one path of each local file, if possible one without a link below the base."""
     root, real_folder = os.path.realpath(base), lru_cache(maxsize=None)(os.path.realpath)
-    found: dict[str, tuple[bool, int, str]] = {}
+    best_path: dict[str, tuple[bool, int, str]] = {}
     for info in files:
         folder, name = os.path.split(info.path)
         real = os.path.join(real_folder(folder), name)
         if not linked_files and os.path.islink(real):
             real = os.path.realpath(real)
-        straight = os.path.normpath(root + info.path[len(base) :])
-        rank = real != straight, len(info.path), info.path
-        found[real] = min(found.get(real, rank), rank)
-    kept = {path for _, _, path in found.values()}
-    return [info for info in files if info.path in kept]
+        direct = os.path.normpath(root + info.path[len(base) :])
+        rank = real != direct, len(info.path), info.path
+        best_path[real] = min(best_path.get(real, rank), rank)
+    paths = {path for _, _, path in best_path.values()}
+    return [info for info in files if info.path in paths]
 
 
-def filter_files(listed: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:
+def filter_files(entries: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:
     """Return the listed files that a folder or glob stands for, sorted by path."""
     base = glob_base(path)
     pattern = _glob(path) if base != path else None
-    files = [info for info in listed if info.type == pafs.FileType.File]
+    files = [info for info in entries if info.type == pafs.FileType.File]
     files = [info for info in files if (pattern.fullmatch(info.path) if pattern else _has_suffix(info, base, suffixes))]
     return sorted(files, key=lambda info: str(info.path))
 
@@ -345,15 +345,15 @@ def list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, paf
     """Return a path up to its first wildcard, what is there, and the entries in it. Raises DataError for nothing."""
     base = glob_base(path)
     try:
-        found = retry_transient(lambda: system.get_file_info(base), shown)
-        listed = [found] if found.type == pafs.FileType.File else []
-        if found.type == pafs.FileType.Directory:
-            listed = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base, recursive=True)), shown)
+        info = retry_transient(lambda: system.get_file_info(base), shown)
+        entries = [info] if info.type == pafs.FileType.File else []
+        if info.type == pafs.FileType.Directory:
+            entries = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base, recursive=True)), shown)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"the data cannot be listed: {error}", where=shown, remedy="check path and rights") from error
-    if found.type == pafs.FileType.NotFound:
+    if info.type == pafs.FileType.NotFound:
         raise DataError("there is nothing at this path", where=shown, remedy="check the path, or fetch the data first")
-    return base, found, listed
+    return base, info, entries
 
 
 def _has_suffix(info: pafs.FileInfo, base: str, suffixes: tuple[str, ...]) -> bool:

@@ -86,9 +86,9 @@ class ImageSource(Source):
         """A loader for one process."""
         return ImageLoader(self.path, index)
 
-    def _classes(self, found: list[str]) -> tuple[str, ...]:
-        classes = self.classes or tuple(sorted(set(found)))
-        for name in found:
+    def _classes(self, names: list[str]) -> tuple[str, ...]:
+        classes = self.classes or tuple(sorted(set(names)))
+        for name in names:
             if name not in classes:
                 raise DataError(f"{name!r} is not among the classes", where=self.path, remedy=nearest(name, classes))
         return classes
@@ -98,7 +98,7 @@ class ImageLoader(Loader):
     """Reads the images of one group at a time."""
 
     def __init__(self, path: str, index: Index) -> None:
-        self._shown, self._index = path, index
+        self._location, self._index = path, index
         self._system, self._path = resolve_file_system(path)
         self._base = glob_base(self._path).rstrip("/")
         self._labels = {name: label for label, name in enumerate(index.classes)}
@@ -107,11 +107,11 @@ class ImageLoader(Loader):
         for group in index.groups:
             self._firsts.setdefault(group.file, group.first)
             self._rows[group.file] = self._rows.get(group.file, 0) + group.rows
-        self._listed: dict[str, list[pafs.FileInfo]] = {}
+        self._infos: dict[str, list[pafs.FileInfo]] = {}
 
     def twin(self) -> ImageLoader:
         """A loader of the same for another thread."""
-        return ImageLoader(self._shown, self._index)
+        return ImageLoader(self._location, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of group `number` of the index; raises DataError that names the image."""
@@ -141,24 +141,24 @@ class ImageLoader(Loader):
 
     def _files(self, folder: str) -> list[pafs.FileInfo]:
         """The images of a folder, as many and as large as when they were indexed."""
-        if folder not in self._listed:
-            if len(self._listed) >= _FOLDERS:
-                self._listed.clear()
-            self._listed[folder] = self._list(folder)
-        return self._listed[folder]
+        if folder not in self._infos:
+            if len(self._infos) >= _FOLDERS:
+                self._infos.clear()
+            self._infos[folder] = self._indexed_files(folder)
+        return self._infos[folder]
 
-    def _list(self, folder: str) -> list[pafs.FileInfo]:
+    def _indexed_files(self, folder: str) -> list[pafs.FileInfo]:
         try:
-            listed = retry_transient(lambda: self._system.get_file_info(pafs.FileSelector(folder)), folder)
+            entries = retry_transient(lambda: self._system.get_file_info(pafs.FileSelector(folder)), folder)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the folder cannot be listed: {error}", where=folder, remedy="keep the data while a run reads it"
             ) from error
-        infos = filter_files(listed, self._path, _SUFFIXES)
-        now = (len(infos), sum(info.size for info in infos))
-        then = (self._rows[folder], self._index.sizes[folder])
-        if now != then:
-            how = f"it has {now[0]} images of {now[1]} bytes and had {then[0]} of {then[1]}"
+        infos = filter_files(entries, self._path, _SUFFIXES)
+        current = (len(infos), sum(info.size for info in infos))
+        indexed = (self._rows[folder], self._index.sizes[folder])
+        if current != indexed:
+            how = f"it has {current[0]} images of {current[1]} bytes and had {indexed[0]} of {indexed[1]}"
             raise changed_error(how, folder, what="folder")
         return infos
 
@@ -175,8 +175,8 @@ def _class_of(folder: str, base: str, file: str) -> str:
 
 def _require_images(system: pafs.FileSystem, base: str, classes: tuple[str, ...]) -> None:
     """A class without images would shift the labels between a train and a test folder."""
-    listed = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base)), base)
-    for info in listed:
+    entries = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base)), base)
+    for info in entries:
         if info.type == pafs.FileType.Directory and info.base_name not in classes:
             if info.base_name.startswith(("_", ".")):
                 continue
@@ -216,8 +216,8 @@ class _DecodeImage:
         from PIL import Image
 
         if isinstance(content, Mapping):  # as Hugging Face has images: with their bytes, or the path of a file
-            where, held = where or str(content.get("path") or ""), content.get("bytes") or content.get("path")
-            content = Path(held) if isinstance(held, str) else held
+            where, source = where or str(content.get("path") or ""), content.get("bytes") or content.get("path")
+            content = Path(source) if isinstance(source, str) else source
         if not isinstance(content, bytes | Path):
             raise DataError(
                 f"column {self.column!r} holds {type(content).__name__} and not the bytes of an image",
@@ -251,12 +251,12 @@ class _DecodeImage:
         values = np.asarray(image)
         least, most = values.min(), values.max()
         if image.mode == "F" or least < 0 or 0 < most < 256 or most > 65535:
-            kept = "F" if image.mode == "F" else "I"
+            mode = "F" if image.mode == "F" else "I"
             raise DataError(
                 f"the image has {values.dtype} values from {least} to {most}, which mode={self.mode!r} would lose: it "
                 "divides shades of 16 bits by 257",
                 where=where,
-                remedy=f"keep the values: decode_image(mode={kept!r})",
+                remedy=f"keep the values: decode_image(mode={mode!r})",
             )
         return Image.fromarray(np.rint(values / 257).astype(np.uint8))
 
@@ -292,9 +292,9 @@ def decode_image(
     """
     if resample not in ("bilinear", "nearest"):
         raise DataError(f"resample={resample!r} is unknown", where="decode_image", remedy="give bilinear or nearest")
-    wanted = (size, size) if isinstance(size, int) else size
+    target = (size, size) if isinstance(size, int) else size
     kind = _DecodeMask if resample == "nearest" else _DecodeImage
-    return kind(column=column, size=wanted, mode=mode)
+    return kind(column=column, size=target, mode=mode)
 
 
 def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -> Dataset:

@@ -1,9 +1,9 @@
-"""Parquet files as a source: their index from their footers, and reading one row group.
+"""Parquet files as a source: index their footers, and read row groups.
 
 pyarrow decodes the levels of a nested column value by value, which takes several times longer than reading the numbers
-of a fixed-size list or a tensor. Where a column chunk holds plain numbers and no null, its pages are arrays already,
-and any rows of it can be read without those before. All else is left to pyarrow: other encodings, other types, and the
-pages in front that refer to a dictionary: writers begin with one and give it up when it grows.
+of a fixed-size list or a tensor. The pages of a column chunk with plain numbers and no null are arrays already, and any
+rows of it can be read without the rows before. pyarrow reads everything else: other encodings, other types, and leading
+pages with a dictionary encoding, which writers give up when the dictionary grows.
 Formats: parquet.apache.org/docs/file-format/data-pages and Thrift's compact protocol.
 """
 
@@ -55,20 +55,20 @@ __all__ = ["ParquetLoader", "ParquetSource"]
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _OPEN_FILES = 16
 _FOOTERS = 64  # read at a time
-_MOST_DICTIONARY_ROWS = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
+_MAX_DICTIONARY_SHARE = 0.5  # of a row group's rows; if more rows refer to a dictionary, pyarrow reads all rows
 
 
 class Footer(NamedTuple):
-    """What the footer of a file says."""
+    """The metadata of a file that its index needs, from the footer."""
 
     schema: str  # as Arrow IPC, in base64; equal for equal schemas
     rows: list[int]  # of each row group
-    # of each column in all row groups, uncompressed, in bytes; empty where no column becomes an object
+    # of each column in all row groups, uncompressed, in bytes; empty if no column becomes an object
     sizes: list[int]
 
     @classmethod
     def of(cls, footer: pq.FileMetaData) -> Footer:
-        """What pyarrow has read."""
+        """Return the metadata of a footer that pyarrow has read."""
         schema = footer.schema.to_arrow_schema().remove_metadata()
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         sizes: dict[str, int] = {}
@@ -95,7 +95,7 @@ class ParquetSource(Source):
         return f"parquet({self.path!r})"
 
     def index(self) -> Index:
-        """Read the footer of every file that the caches do not know. Raises DataError for anything wrong."""
+        """Read the footers that are not cached. Raises DataError for any problem of the files."""
         system, path = resolve_file_system(self.path)
         files = find_files(system, path, self.path, "parquet", _SUFFIXES)
         footers = cached_metadata(
@@ -104,17 +104,17 @@ class ParquetSource(Source):
         schemas = {footer.schema: _schema(footer.schema) for footer in footers}
         schema = schemas[footers[0].schema]
         others = {footer.schema: info.path for info, footer in zip(reversed(files), reversed(footers), strict=True)}
-        for other, file in sorted(others.items(), key=lambda item: item[1]):
-            _require_same_schema(schema, schemas[other], files[0].path, file, self.columns)
+        for encoded, file in sorted(others.items(), key=lambda item: item[1]):
+            _require_same_schema(schema, schemas[encoded], files[0].path, file, self.columns)
         groups = number_groups(self.path, files, ([RecordRange(0, 0, rows) for rows in each.rows] for each in footers))
         names = select_columns(dict.fromkeys(schema.names), self.columns, files[0].path)
         fields = fields_of({name: schema.field(name).type for name in names}, field_of, files[0].path)
-        wanted = {text: [name in fields for name in each.names] for text, each in schemas.items()}
+        is_read = {text: [name in fields for name in each.names] for text, each in schemas.items()}
         return file_index(
             files,
             groups,
             fields,
-            stored_bytes=sum(sum(compress(footer.sizes, wanted[footer.schema])) for footer in footers),
+            stored_bytes=sum(sum(compress(footer.sizes, is_read[footer.schema])) for footer in footers),
             hashed=(
                 *((group.number, group.rows) for group in groups),
                 *((name, field.dtype.str, field.shape) for name, field in sorted(fields.items())),
@@ -138,32 +138,32 @@ class ParquetLoader(Loader):
             self._firsts.setdefault(group.file, group.first)
 
     def twin(self) -> ParquetLoader:
-        """A loader of the same for another thread."""
+        """Return a loader of the same files for another thread."""
         return ParquetLoader(self._system, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
-        found = self._arrays(number, columns, None)
+        """Return columns of row group `number`. Raises DataError with file, row group, row and column."""
+        arrays = self._arrays(number, columns, None)
         self._table = (-1, None)
-        return found
+        return arrays
 
     def load_rows(self, number: int, columns: Sequence[str], rows: Rows) -> Arrays:
         """As `load`, of some rows."""
         return self._arrays(number, columns, rows)
 
     def _arrays(self, number: int, columns: Sequence[str], rows: Rows | None) -> Arrays:
-        """Columns of some rows, or of all. The row group is kept as it was read: bad rows are searched for in it.
+        """Return columns of some rows, or of all. The table of the row group is kept for the search for bad rows.
 
-        `load` is asked for the columns that `fill` left, and `load_rows` for all: each column is read once.
+        `load` gets the columns that `fill` did not read, and `load_rows` all columns: each column is read once.
         """
-        kept, table = self._table  # `load` may drop it meanwhile
-        if table is None or kept != number:
+        loaded_number, table = self._table  # `load` may drop it meanwhile
+        if table is None or loaded_number != number:
             self._table, table = (-1, None), None  # its memory is free for the next one
-            table = self._loaded(number, columns)
+            table = self._read_table(number, columns)
         elif missing := [name for name in columns if name not in table.column_names]:
-            found = self._loaded(number, missing)
+            missing_table = self._read_table(number, missing)
             for name in missing:
-                table = table.append_column(found.field(name), found.column(name))
+                table = table.append_column(missing_table.field(name), missing_table.column(name))
         self._table = (number, table)
         return table_arrays(table, columns, self._place(number), rows)
 
@@ -171,7 +171,7 @@ class ParquetLoader(Loader):
         group = self._index.groups[number]
         return GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
 
-    def _loaded(self, number: int, columns: Sequence[str]) -> pa.Table:
+    def _read_table(self, number: int, columns: Sequence[str]) -> pa.Table:
         group, where = self._index.groups[number], self._place(number).at()
         try:
             table = retry_transient(lambda: self._read(group, columns), where)
@@ -186,14 +186,14 @@ class ParquetLoader(Loader):
         return table
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
-        """Take some rows of row group `number`, counted within it, from its pages, most of them without pyarrow.
+        """Read some rows of row group `number`, counted within it, from its pages, most of them without pyarrow.
 
-        Returns the names of the columns that are left to `load`; their arrays are undefined.
+        Returns the columns that `load` must still read; their arrays are undefined.
         """
         group = self._index.groups[number]
         try:
             return [name for name, array in into.items() if not self._filled(group, name, rows, array)]
-        except (OSError, pa.ArrowException):  # `load` tries again, and says what is wrong
+        except (OSError, pa.ArrowException):  # `load` tries again, and reports the error
             self._files.pop(group.file, None)
             return list(into)
 
@@ -204,7 +204,7 @@ class ParquetLoader(Loader):
             return False
         at_once = not isinstance(self._system, pafs.LocalFileSystem)
         leading = read_pages(pages, metadata, group.number, name, rows, out, at_once)
-        if leading > group.rows * _MOST_DICTIONARY_ROWS:
+        if leading > group.rows * _MAX_DICTIONARY_SHARE:
             return False
         if leading > rows.start:
             batch = next(file.iter_batches(leading, row_groups=[group.number], columns=[name], use_threads=False))
@@ -217,7 +217,7 @@ class ParquetLoader(Loader):
         try:
             return self._file(group.file)[1].read_row_group(group.number, columns=list(columns), use_threads=False)
         except OSError:
-            self._files.pop(group.file, None)  # another attempt opens it anew
+            self._files.pop(group.file, None)  # another attempt opens it again
             raise
 
     def _file(self, path: str) -> tuple[pa.NativeFile, pq.ParquetFile]:
@@ -234,17 +234,17 @@ class ParquetLoader(Loader):
 
 
 def _require_unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str) -> None:
-    """Refuse a file whose columns are not what they were when it was indexed: its numbers would be misread."""
+    """Raise DataError if columns of a file have changed since it was indexed: its numbers would be misread."""
     for name, field in fields.items():
         place = schema.get_field_index(name)
         if place < 0 or _field_or_none(schema.types[place]) != field:
-            found = schema.types[place] if place >= 0 else "missing"
-            how = f"column {name!r} is {found} and was {field.dtype} of shape {field.shape} when the run began"
+            actual = schema.types[place] if place >= 0 else "missing"
+            how = f"column {name!r} is {actual} and was {field.dtype} of shape {field.shape} when the run began"
             raise changed_error(how, f"{file}, column {name!r}")
 
 
 def _field_or_none(kind: pa.DataType) -> Field | None:
-    """What a column of this type becomes; None where it cannot become an array."""
+    """Return the field of a column of this type; None if it cannot become an array."""
     try:
         return field_of(kind)
     except (pa.ArrowException, DataError):
@@ -252,7 +252,7 @@ def _field_or_none(kind: pa.DataType) -> Field | None:
 
 
 def _footers(system: pafs.FileSystem, files: Sequence[pafs.FileInfo]) -> list[Footer]:
-    """Read the footers of files, many at a time: each waits for the store. Those of many files are read on Ray."""
+    """Read the footers of files, many at a time, since each waits for the store; with many files on Ray."""
     places = [(info.path, info.size) for info in files]
     return first_pass(partial(read_footer, system), places, threads=min(_FOOTERS, len(files)))
 
@@ -262,7 +262,7 @@ def read_footer(system: pafs.FileSystem, place: tuple[str, int]) -> Footer:
     path, size = place
 
     def read() -> pq.FileMetaData:
-        """Given the size, pyarrow makes one request of a store instead of two."""
+        """With the size, pyarrow sends one request to a store instead of two."""
         from pyarrow.dataset import ParquetFileFormat  # imports pandas, which takes a worker a tenth of its start
 
         return ParquetFileFormat().make_fragment(path, filesystem=system, file_size=size).metadata
@@ -285,23 +285,23 @@ def _unpacked(stored: Any) -> Footer:
 
 @lru_cache(maxsize=64)
 def _schema(stored: str) -> pa.Schema:
-    """A schema from its text."""
+    """Return a schema from its base64 text."""
     return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True)))
 
 
 def _require_same_schema(
     schema: pa.Schema, other: pa.Schema, first: str, file: str, columns: tuple[str, ...] | None
 ) -> None:
-    """Refuse files whose columns differ from those of the first file, or come twice, where they are read."""
+    """Raise DataError for a column to read that differs from the first file, or comes twice."""
     unique_names((name for name in other.names if columns is None or name in columns), file)
     expected = {name: str(schema.field(name).type) for name in columns or schema.names if name in schema.names}
-    found = {name: str(other.field(name).type) for name in other.names if columns is None or name in columns}
-    for name in sorted({**expected, **found}, key=lambda name: name in expected and name in found):
-        if expected.get(name) != found.get(name):
-            raise schema_error(name, found.get(name), expected.get(name), file, first)
+    actual = {name: str(other.field(name).type) for name in other.names if columns is None or name in columns}
+    for name in sorted({**expected, **actual}, key=lambda name: name in expected and name in actual):
+        if expected.get(name) != actual.get(name):
+            raise schema_error(name, actual.get(name), expected.get(name), file, first)
 
 
-# --- Numbers straight from the pages of a parquet file ----------------------------------------------------------------
+# --- Read numbers from the pages of a parquet file --------------------------------------------------------------------
 
 
 _PHYSICAL_TYPES = {"FLOAT": "f4", "DOUBLE": "f8", "INT32": "i4", "INT64": "i8"}
@@ -326,7 +326,7 @@ def read_pages(
         at_once: whether to read all pages of the column in one request.
 
     Returns:
-        How many of the row group's first rows are not plain numbers: all of them where the column is not suited. Their
+        The number of leading rows of the row group that are not plain numbers: all rows for an unsuited column. Their
         places in `out` are undefined.
 
     Raises:
@@ -346,7 +346,7 @@ def read_pages(
 
 
 class _Chunk(NamedTuple):
-    """One column of one row group, as its file's footer has it."""
+    """One column of one row group, from the footer of its file."""
 
     start: int  # offset of its first page
     stop: int  # offset behind its last page
@@ -357,9 +357,9 @@ class _Chunk(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """A page: where its content is, and what of it are values. `levels_bytes` None: lengths stand in the page."""
+    """A page: its content and values. With `levels_bytes` None, the page has the lengths of its levels."""
 
-    at: int
+    offset: int
     size: int
     plain_size: int
     values: int
@@ -369,14 +369,13 @@ class _Page(NamedTuple):
 
 
 class _UnsupportedPages(Exception):
-    """The chunk is none of plain numbers."""
+    """The chunk is not all plain numbers."""
 
 
 def _chunk_of(metadata: Any, group: int, name: str, values: int, dtype: np.dtype[Any]) -> _Chunk | None:
-    """The column `name` of a row group of a file (pyarrow.parquet.FileMetaData).
+    """Return the column `name` of a row group of a file (pyarrow.parquet.FileMetaData).
 
-    None where it does not hold as many numbers as `values`, or numbers that can become `dtype` no other way than by
-    taking them as they are or by leaving out leading bytes.
+    Returns None unless it has `values` numbers that become `dtype` unchanged, or by dropping leading bytes.
     """
     row_group = metadata.row_group(group)
     paths = (metadata.schema.column(leaf).path for leaf in range(row_group.num_columns))
@@ -402,51 +401,51 @@ def _chunk_of(metadata: Any, group: int, name: str, values: int, dtype: np.dtype
 def _fill_chunk(file: pa.NativeFile, chunk: _Chunk, first: int, out: npt.NDArray[Any]) -> int:
     """Read values `first`... of a chunk into `out`, one-dimensional and contiguous.
 
-    Returns how many of the chunk's first values refer to a dictionary and were left out.
+    Returns the number of leading values that refer to a dictionary and were skipped.
 
     Raises:
         _UnsupportedPages: a page is not plain or holds a null.
         OSError, pa.ArrowException: the file cannot be read.
     """
-    at = leading = 0
+    position = leading = 0
     for page in _pages(file, chunk):
-        low, high = max(first - at, 0), min(first + len(out) - at, page.values)
+        low, high = max(first - position, 0), min(first + len(out) - position, page.values)
         if not page.plain:
-            if leading != at:
+            if leading != position:
                 raise _UnsupportedPages
             leading += page.values
         elif low < high:
-            _read_page(file, chunk, page, low, out[at + low - first : at + high - first])
-        at += page.values
-    if at != chunk.values:
+            _read_page(file, chunk, page, low, out[position + low - first : position + high - first])
+        position += page.values
+    if position != chunk.values:
         raise _UnsupportedPages
     return leading
 
 
 def _pages(file: pa.NativeFile, chunk: _Chunk) -> Iterator[_Page]:
-    at = chunk.start
-    while at < chunk.stop:
-        header = _ThriftHeader(file.read_at(min(_HEADER_BYTES, chunk.stop - at), at))
-        page = _page(header.struct(), header, at)
+    offset = chunk.start
+    while offset < chunk.stop:
+        header = _ThriftHeader(file.read_at(min(_HEADER_BYTES, chunk.stop - offset), offset))
+        page = _page(header.struct(), header, offset)
         yield page
-        at = page.at + page.size
+        offset = page.offset + page.size
 
 
-def _page(fields: dict[int, Any], header: _ThriftHeader, at: int) -> _Page:
-    """Field numbers are those of PageHeader, DataPageHeader and DataPageHeaderV2 in parquet.thrift."""
+def _page(fields: dict[int, Any], header: _ThriftHeader, offset: int) -> _Page:
+    """Return the page of a header. Field numbers are from PageHeader, DataPageHeader(V2) in parquet.thrift."""
     try:
         if fields[1] == _DICTIONARY_PAGE:
-            return _Page(at + header.at, fields[3], 0, 0, False, 0, False)
+            return _Page(offset + header.position, fields[3], 0, 0, False, 0, False)
         second = fields[1] == _DATA_PAGE_V2
         data = fields[8 if second else 5]
         encoding = data[4 if second else 2]
         levels_bytes = data[5] + data[6] if second else None
         packed = data.get(7, True) if second else True
-        page = _Page(at + header.at, fields[3], fields[2], data[1], encoding == _PLAIN, levels_bytes, packed)
-        sound = min(page.size, page.plain_size, page.values, page.levels_bytes or 0) >= 0
+        page = _Page(offset + header.position, fields[3], fields[2], data[1], encoding == _PLAIN, levels_bytes, packed)
+        is_valid = min(page.size, page.plain_size, page.values, page.levels_bytes or 0) >= 0
     except (KeyError, TypeError) as error:  # no page header at all
         raise _UnsupportedPages from error
-    if not sound or fields[1] not in (_DATA_PAGE, _DATA_PAGE_V2) or encoding not in (_PLAIN, *_DICTIONARIES):
+    if not is_valid or fields[1] not in (_DATA_PAGE, _DATA_PAGE_V2) or encoding not in (_PLAIN, *_DICTIONARIES):
         raise _UnsupportedPages
     return page
 
@@ -460,7 +459,7 @@ def _read_page(file: pa.NativeFile, chunk: _Chunk, page: _Page, first: int, out:
         raise _UnsupportedPages  # a null has levels and no value
     same = out.dtype.itemsize == stored.itemsize
     into = out if same else np.empty(len(out), stored)
-    file.seek(page.at + skip + first * stored.itemsize)
+    file.seek(page.offset + skip + first * stored.itemsize)
     if file.readinto(into.data.cast("B")) != into.nbytes:
         raise _UnsupportedPages
     if not same:
@@ -468,32 +467,32 @@ def _read_page(file: pa.NativeFile, chunk: _Chunk, page: _Page, first: int, out:
 
 
 def _decompressed(file: pa.NativeFile, codec: str, page: _Page) -> tuple[pa.NativeFile, _Page]:
-    """The content of a page. In the second version the levels stand in front as they are, and are left out."""
-    front = page.levels_bytes or 0
-    size = page.plain_size - front
-    file.seek(page.at + front)
-    content = pa.decompress(file.read_buffer(page.size - front), size, codec=codec)
-    return pa.BufferReader(content), page._replace(at=0, plain_size=size, levels_bytes=page.levels_bytes and 0)
+    """Return the content of a page. Version 2 has uncompressed levels in front, which are dropped."""
+    levels = page.levels_bytes or 0
+    size = page.plain_size - levels
+    file.seek(page.offset + levels)
+    content = pa.decompress(file.read_buffer(page.size - levels), size, codec=codec)
+    return pa.BufferReader(content), page._replace(offset=0, plain_size=size, levels_bytes=page.levels_bytes and 0)
 
 
 def _levels_bytes(file: pa.NativeFile, chunk: _Chunk, page: _Page) -> int:
-    """Bytes of levels in front of the values; in the first version each kind begins with its length."""
+    """Return the bytes of levels in front of the values; in version 1 each kind begins with its length."""
     if page.levels_bytes is not None:
         return page.levels_bytes
     size = 0
     for _ in range(chunk.levels):
-        size += 4 + int.from_bytes(file.read_at(4, page.at + size), "little")
+        size += 4 + int.from_bytes(file.read_at(4, page.offset + size), "little")
     return size
 
 
 class _ThriftHeader:
-    """Reads a struct of Thrift's compact protocol. Raises _UnsupportedPages for what page headers do not have."""
+    """Reads a struct of Thrift's compact protocol. Raises _UnsupportedPages for types that page headers do not use."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.at = data, 0
+        self._data, self.position = data, 0
 
     def struct(self) -> dict[int, Any]:
-        """Values by field number."""
+        """Return values by field number."""
         fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():
@@ -508,7 +507,7 @@ class _ThriftHeader:
             return self._signed()
         if kind == 8:  # text or bytes: a minimum or maximum
             length = self._number()
-            self.at += length
+            self.position += length
             return None
         if kind == 12:
             return self.struct()
@@ -528,7 +527,7 @@ class _ThriftHeader:
                 return number
 
     def _byte(self) -> int:
-        if self.at >= len(self._data):
+        if self.position >= len(self._data):
             raise _UnsupportedPages
-        self.at += 1
-        return self._data[self.at - 1]
+        self.position += 1
+        return self._data[self.position - 1]

@@ -39,23 +39,23 @@ class WrittenShards:
 
 
 def group_rows(row_bytes: float, group_bytes: int = _GROUP_BYTES) -> int:
-    """Rows of a row group of about `group_bytes`, from the decoded size of a row."""
+    """Return the rows of a row group of about `group_bytes`, from the decoded size of a row."""
     return max(round(group_bytes / max(row_bytes, 1e-9)), 1)
 
 
 def shard_rows(group: int, stored_row_bytes: float, shard_bytes: int, rows: int | None = None) -> int:
-    """Rows of a file: whole row groups of about `shard_bytes`; files of equal length where the number of rows is known.
+    """Return the rows of a file: whole row groups of about `shard_bytes`; files are equal if `rows` is known.
 
     Args:
         group: rows of a row group.
-        stored_row_bytes: size of a row in a file, as the first row group has it.
-        shard_bytes: wanted size of a file.
+        stored_row_bytes: size of a row in a file, measured on the first row group.
+        shard_bytes: target size of a file.
         rows: of the whole data set.
     """
-    wanted = shard_bytes / max(stored_row_bytes, 1e-9)
+    target_rows = shard_bytes / max(stored_row_bytes, 1e-9)
     if rows is not None:
-        wanted = rows / max(round(rows / wanted), 1)
-    groups = round(wanted / group) if rows is None else math.ceil(wanted / group)
+        target_rows = rows / max(round(rows / target_rows), 1)
+    groups = round(target_rows / group) if rows is None else math.ceil(target_rows / group)
     return group * max(groups, 1)
 
 
@@ -69,21 +69,21 @@ def write_shards(
 ) -> WrittenShards:
     """Write batches of columns as parquet files with zstd; rows of more dimensions become fixed-shape tensors.
 
-    A local folder appears by one rename. On an object store the files are written under another name and moved, and
-    `_SUCCESS` comes last: a listing before that can show some of them.
+    A local folder is renamed once it is complete. On an object store the files are written under another name and
+    moved, `_SUCCESS` last: a listing before that can show some of them.
 
     Args:
         batches: arrays (rows, *shape) by column name, the same columns each time.
-        out: folder or URI that is not there or is empty.
-        rows: of all batches together, where that is known.
+        out: folder or URI, which must be missing or empty.
+        rows: of all batches together, if known.
         rows_per_group: by default about 12 MiB of decoded data.
         shard_bytes: size of a file, about.
 
     Raises:
-        DataError: `out` is taken, there is no row, or a column has no Arrow type.
+        DataError: `out` is not empty, there is no row, or a column has no Arrow type.
     """
     require_empty_target(out)
-    with _staged(out) as (system, folder):
+    with _staging_folder(out) as (system, folder):
         tables = _row_groups(batches, rows_per_group)
         written = replace(_write_files(tables, system, folder, rows, shard_bytes), folder=out)
         if not written.rows:
@@ -94,15 +94,15 @@ def write_shards(
 
 
 def require_empty_target(out: str) -> None:
-    """Raise DataError where something lies at `out` already."""
+    """Raise DataError if `out` is a file, or a folder with files."""
     system, root = _place(out)
-    found = system.get_file_info(root)
-    if found.type == pafs.FileType.NotFound:
+    target = system.get_file_info(root)
+    if target.type == pafs.FileType.NotFound:
         return
-    if found.type == pafs.FileType.File:
+    if target.type == pafs.FileType.File:
         raise DataError("a file has this name", where=out, remedy="name a folder that does not exist yet")
-    listed = system.get_file_info(pafs.FileSelector(root))
-    names = [info.base_name for info in listed if not info.base_name.startswith(_WRITING)]
+    entries = system.get_file_info(pafs.FileSelector(root))
+    names = [info.base_name for info in entries if not info.base_name.startswith(_WRITING)]
     if names:
         raise DataError(
             f"the folder is not empty: it holds {names[0]!r}{' and more' if len(names) > 1 else ''}",
@@ -112,28 +112,28 @@ def require_empty_target(out: str) -> None:
 
 
 def is_complete(out: str) -> bool:
-    """Whether a folder was written by `write_shards` to the end."""
+    """Return whether `write_shards` has completed a folder."""
     system, root = _place(out)
     return bool(system.get_file_info(f"{root}/{_SUCCESS_FILE}").type == pafs.FileType.File)
 
 
 def _row_groups(batches: Iterable[Arrays], group: int | None) -> Iterator[pa.Table]:
-    """Cut batches into tables of `group` rows, or of about 12 MiB where that is None. The last one is shorter."""
+    """Split batches into tables of `group` rows, or of about 12 MiB if that is None. The last one is shorter."""
     schema: pa.Schema | None = None
-    waiting: list[pa.Table] = []
+    pending: list[pa.Table] = []
     for batch in batches:
         table = _to_table(batch, schema)
         schema = table.schema
-        waiting.append(table)
-        rows, size_bytes = (sum(getattr(each, name) for each in waiting) for name in ("num_rows", "nbytes"))
+        pending.append(table)
+        rows, size_bytes = (sum(getattr(item, name) for item in pending) for name in ("num_rows", "nbytes"))
         if group is None and size_bytes >= _GROUP_BYTES:
             group = group_rows(size_bytes / rows)
         if group is not None and rows >= group:
-            whole, stop = pa.concat_tables(waiting), rows - rows % group
-            yield from (whole.slice(start, group) for start in range(0, stop, group))
-            waiting = [whole.slice(stop)] if stop < rows else []
-    if any(table.num_rows for table in waiting):
-        yield pa.concat_tables(waiting)
+            joined, stop = pa.concat_tables(pending), rows - rows % group
+            yield from (joined.slice(start, group) for start in range(0, stop, group))
+            pending = [joined.slice(stop)] if stop < rows else []
+    if any(table.num_rows for table in pending):
+        yield pa.concat_tables(pending)
 
 
 def _write_files(
@@ -157,18 +157,18 @@ def _write_files(
 
 
 @contextmanager
-def _staged(out: str) -> Iterator[tuple[pafs.FileSystem, str]]:
-    """A folder to write into, which takes its name when the block ends without an error and is deleted otherwise."""
+def _staging_folder(out: str) -> Iterator[tuple[pafs.FileSystem, str]]:
+    """Yield a folder to write into, which is renamed to `out` after the block, or deleted after an error."""
     system, root = _place(out)
     if isinstance(system, pafs.LocalFileSystem):
         target = Path(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}{_WRITING}", dir=target.parent) as folder:
-            whole = Path(folder) / target.name
-            whole.mkdir()
-            yield system, str(whole)
+            staging = Path(folder) / target.name
+            staging.mkdir()
+            yield system, str(staging)
             try:
-                whole.rename(target)
+                staging.rename(target)
             except OSError as error:
                 raise DataError(
                     f"the finished folder cannot take its name: {error}",
@@ -193,7 +193,7 @@ def _place(out: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:
-    """Columns as an Arrow table, of the same types as `schema` where it is given. Raises DataError."""
+    """Return columns as an Arrow table, with the types of `schema` unless it is None. Raises DataError."""
     if schema is not None and set(columns) != set(schema.names):
         raise DataError(
             f"the columns are {', '.join(sorted(columns))} here and {', '.join(sorted(schema.names))} before",
@@ -209,7 +209,7 @@ def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> p
         objects = array.dtype == np.dtype(object) and array.ndim == 1
         rows = list(array) if objects else []
         new = next(_new_keys(pa.infer_type(rows), kind), "") if kind is not None and "struct<" in str(kind) else ""
-        made = pa.array(rows, type=kind) if objects else tensor_column(array)
+        column = pa.array(rows, type=kind) if objects else tensor_column(array)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(
             f"the column has no type in parquet: {error}",
@@ -222,31 +222,31 @@ def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> p
             where=f"column {name!r}",
             remedy="give all rows the same keys in a .map, with None where there is no value",
         )
-    if pa.types.is_null(made.type) or (kind is not None and made.type != kind):
+    if pa.types.is_null(column.type) or (kind is not None and column.type != kind):
         raise DataError(
-            f"the column is {made.type} here" + (f" and {kind} before" if kind is not None else ""),
+            f"the column is {column.type} here" + (f" and {kind} before" if kind is not None else ""),
             where=f"column {name!r}",
             remedy="give every row a value of the same type and shape",
         )
-    return made
+    return column
 
 
-def _new_keys(found: pa.DataType, known: pa.DataType, within: str = "") -> Iterator[str]:
-    """Yield the keys of nested objects that the known type does not have, such as `user.name`."""
-    if pa.types.is_list(found) and pa.types.is_list(known):
-        yield from _new_keys(found.value_type, known.value_type, within)
-    elif pa.types.is_struct(found) and pa.types.is_struct(known):
-        names = {field.name for field in known}
-        for field in found:
+def _new_keys(kind: pa.DataType, expected: pa.DataType, within: str = "") -> Iterator[str]:
+    """Yield the keys of nested objects that the expected type does not have, such as `user.name`."""
+    if pa.types.is_list(kind) and pa.types.is_list(expected):
+        yield from _new_keys(kind.value_type, expected.value_type, within)
+    elif pa.types.is_struct(kind) and pa.types.is_struct(expected):
+        names = {field.name for field in expected}
+        for field in kind:
             key = f"{within}.{field.name}" if within else field.name
             if field.name in names:
-                yield from _new_keys(field.type, known.field(field.name).type, key)
+                yield from _new_keys(field.type, expected.field(field.name).type, key)
             else:
                 yield key
 
 
 def tensor_column(array: npt.NDArray[Any]) -> pa.Array:
-    """Numbers as they are, (rows, *shape) as fixed-shape tensors."""
+    """Return numbers (rows,) as an Arrow array, and (rows, *shape) as fixed-shape tensors."""
     shape = array.shape[1:]
     flat = pa.array(np.ascontiguousarray(array).reshape(-1))
     if not shape:

@@ -76,7 +76,7 @@ class ObjectSource(Source):
         rows = len(self.access)
         if not rows:
             raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
-        picks = sorted({rows * turn // _SAMPLE_ROWS for turn in range(_SAMPLE_ROWS)} | {rows - 1})
+        picks = sorted({rows * part // _SAMPLE_ROWS for part in range(_SAMPLE_ROWS)} | {rows - 1})
         samples, again = ([self.access.fetch(range(row, row + 1), _RowRandomness()) for row in picks] for _ in range(2))
         if self.replayable and hash_values(samples) != hash_values(again):
             raise DataError(
@@ -152,7 +152,7 @@ class SampleAccess:
 
     def fetch(self, rows: Sequence[int], randomness: _RowRandomness) -> _Values:
         """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
-        samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
+        samples = randomness.fetch(rows, self._sample, self._samples if self._many is not None else None)
         named = [sample_arrays(sample, self.columns, f"row {row}") for row, sample in zip(rows, samples, strict=True)]
         require_same_names(named, f"rows {rows[0]} to {rows[-1]} of {type(self.dataset).__name__}")
         return {name: [sample[name] for sample in named] for name in named[0]}
@@ -229,8 +229,8 @@ def sample_arrays(sample: Any, columns: Sequence[str] | None, where: str) -> dic
 def named_values(sample: Any, columns: Sequence[str] | None, where: str) -> Mapping[str, Any]:
     """A sample as values by column name. Raises DataError for names that do not fit."""
     if isinstance(sample, Mapping):
-        found = {str(key): value for key, value in sample.items()}
-        return {name: found[name] for name in select_columns(found, columns, where)}
+        values_by_name = {str(key): value for key, value in sample.items()}
+        return {name: values_by_name[name] for name in select_columns(values_by_name, columns, where)}
     several = isinstance(sample, tuple) or (isinstance(sample, list) and columns is not None and len(columns) > 1)
     values = tuple(sample) if several else (sample,)
     names = columns or getattr(sample, "_fields", None) or tuple(map(str, range(len(values))))
@@ -251,14 +251,14 @@ def field_of_rows(name: str, samples: Sequence[_Values], where: str, ragged: Seq
     select_columns(samples[0], ragged, f"{where}, ragged=")
     where = f"{where}, column {name!r}"
     require_same_names(samples, where)
-    found = {_field_of(sample[name]) for sample in samples}
-    if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
+    fields = {_field_of(sample[name]) for sample in samples}
+    if len(fields) > 1 and len({(field.dtype, len(field.shape)) for field in fields}) > 1:
         raise DataError(
-            f"the column is {' and '.join(sorted(map(str, found)))} in different rows",
+            f"the column is {' and '.join(sorted(map(str, fields)))} in different rows",
             where=where,
             remedy="give every row the same type and the same number of dimensions",
         )
-    return found.pop() if len(found) == 1 and name not in ragged else _OBJECT
+    return fields.pop() if len(fields) == 1 and name not in ragged else _OBJECT
 
 
 def to_array_of(value: Any, where: str) -> Any:
@@ -347,49 +347,49 @@ LOCKED_S = 0.02  # after which a step can take the generators
 
 
 class _RowRandomness:
-    """Asks for rows, with the global generators seeded for each; `drawn` says whether a row drew from them so far."""
+    """Fetches rows, with the global generators seeded for each row. `drawn`: a row has used them."""
 
     def __init__(self) -> None:
         self.seed = self.epoch = 0
         self.drawn = False
 
-    def ask(
+    def fetch(
         self,
         rows: Sequence[int],
-        one: Callable[[int], Any],
-        many: Callable[[Sequence[int]], list[Any]] | None = None,
+        fetch: Callable[[int], Any],
+        fetch_all: Callable[[Sequence[int]], list[Any]] | None = None,
     ) -> list[Any]:
-        """Return `one` of each row; or `many` of all rows, where none draws a random number."""
-        found: list[Any] = []
-        while len(found) < len(rows):
+        """Return `fetch` of each row, or `fetch_all` of all rows if none draws a random number."""
+        values: list[Any] = []
+        while len(values) < len(rows):
             with random_state.GENERATORS_LOCK, random_state.preserve_generators():
-                found += self._some(rows[len(found) :], one, many)
-        return found
+                values += self._fetch_some(rows[len(values) :], fetch, fetch_all)
+        return values
 
-    def _some(
-        self, rows: Sequence[int], one: Callable[[int], Any], many: Callable[[Sequence[int]], list[Any]] | None
+    def _fetch_some(
+        self, rows: Sequence[int], fetch: Callable[[int], Any], fetch_all: Callable[[Sequence[int]], list[Any]] | None
     ) -> list[Any]:
         """Compute rows for about LOCKED_S, one at least."""
-        until = time.monotonic() + LOCKED_S
+        deadline_s = time.monotonic() + LOCKED_S
         if not self.drawn:
             random_state.seed_generators(0)
             before = random_state.generator_states()
-            found = many(rows) if many else _until(until, rows, one)
+            values = fetch_all(rows) if fetch_all else _fetch_until(deadline_s, rows, fetch)
             if random_state.generator_states() == before:
-                return found
+                return values
             self.drawn = True
-        return _until(until, rows, lambda row: self._seeded(row, one))
+        return _fetch_until(deadline_s, rows, lambda row: self._fetch_seeded(row, fetch))
 
-    def _seeded(self, row: int, one: Callable[[int], Any]) -> Any:
+    def _fetch_seeded(self, row: int, fetch: Callable[[int], Any]) -> Any:
         random_state.seed_generators(fold_seed(self.seed, self.epoch, row))
-        return one(row)
+        return fetch(row)
 
 
-def _until(until: float, rows: Sequence[int], one: Callable[[int], Any]) -> list[Any]:
-    """Return `one` of the rows until a time, of one row at least."""
-    found = []
+def _fetch_until(deadline_s: float, rows: Sequence[int], fetch: Callable[[int], Any]) -> list[Any]:
+    """Return `fetch` of the rows until a time, of one row at least."""
+    values = []
     for row in rows:
-        found.append(one(row))
-        if time.monotonic() > until:
+        values.append(fetch(row))
+        if time.monotonic() > deadline_s:
             break
-    return found
+    return values

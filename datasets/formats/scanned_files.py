@@ -1,7 +1,7 @@
-"""Files without an index of their own: a first pass finds where groups of rows are and what the columns are.
+"""Files without an index: a first pass finds the groups of rows and the columns.
 
-A format says how a file is cut into groups and how the bytes of a group become columns. The rest is here: which files,
-one schema for all of them, the hash, and reading only the byte range of one group.
+A format splits a file into groups and decodes the bytes of a group. This module lists the files, merges their schemas,
+computes the hash, and reads the byte range of one group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainwright.datasets.metadata_cache import cached_metadata, first_pass
 
 _SURVEY_THREADS = 4  # files looked at together
 _GZIP = b"\x1f\x8b"  # the first bytes of a file
-_KEPT_HEADS = 64
+_MAX_HEADS = 64
 
 
 class RecordRange(NamedTuple):
@@ -60,10 +60,10 @@ class RecordRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSurvey:
-    """What the first pass found in one file."""
+    """The result of the first pass over one file."""
 
     pieces: tuple[RecordRange, ...]  # groups of rows, in order, one after the other
-    traits: Mapping[str, Any]  # by column, what the format knows about it
+    traits: Mapping[str, Any]  # by column, its trait in the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class GroupLocation:
     offset: int = 0  # byte of the file at which it begins; after decompression in a compressed file
 
     def at(self, row: int | None = None, column: str | None = None) -> str:
-        """File and group, and where given the row within the group and the column."""
+        """Return the text for file and group, and optionally the row within the group and the column."""
         words = f"{self.file}, row group {self.group}"
         words += f", row {self.row + row}" if row is not None else ""
         return words + (f", column {column!r}" if column is not None else "")
@@ -85,7 +85,7 @@ class GroupLocation:
 class FileFormat(ABC):
     """How the files of one format are read. Frozen and picklable.
 
-    Each column has a trait, what the first pass finds out about it; in some formats a text.
+    The first pass determines a trait of each column, such as its type; in some formats a text.
     """
 
     name: ClassVar[str]  # of the format, for messages
@@ -97,19 +97,19 @@ class FileFormat(ABC):
         """Pass over a file in bounded memory. Raises DataError that names file and row for a damaged one."""
 
     def merge(self, one: Any, other: Any) -> Any | None:
-        """The trait of a column that has both; None where they do not go together."""
+        """Return the trait of a column with two traits; None if they are incompatible."""
         return one if one == other else None
 
     @abstractmethod
     def field(self, trait: Any) -> Field:
-        """What arrays of a column look like."""
+        """Return type and shape of a column's arrays."""
 
     def pack(self, trait: Any) -> Any:
-        """The trait of a column as JSON."""
+        """Return the trait of a column as JSON."""
         return trait
 
     def unpack(self, stored: Any) -> Any:
-        """The trait that `pack` was given. Raises ValueError, TypeError or ArrowException for other JSON."""
+        """Return the trait from the result of `pack`. Raises ValueError, TypeError, ArrowException for other JSON."""
         return str(stored)
 
     @abstractmethod
@@ -132,7 +132,7 @@ class SurveyTask:
     format: FileFormat
 
     def __call__(self, file: tuple[str, int]) -> FileSurvey:
-        """The survey of a file, given by its path in the file system and its size in bytes."""
+        """Return the survey of a file, given by its path in the file system and its size in bytes."""
         path, size_bytes = file
         with open_file(self._system, path, size_bytes) as data:
             try:
@@ -148,9 +148,9 @@ class SurveyTask:
                 ) from error
         if compression_codec(path) is None or not survey.pieces:
             return survey
-        pieces = survey.pieces  # a part of a compressed file costs as much as all of it
-        whole = RecordRange(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
-        return FileSurvey(pieces=(whole,), traits=survey.traits)
+        pieces = survey.pieces  # reading a part of a compressed file costs as much as reading all of it
+        all_rows = RecordRange(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
+        return FileSurvey(pieces=(all_rows,), traits=survey.traits)
 
     @cached_property
     def _system(self) -> pafs.FileSystem:
@@ -173,14 +173,14 @@ class FileSource(Source):
         return f"{self.format.call}({self.path!r})"
 
     def index(self) -> Index:
-        """Pass over every file that the caches do not know. Raises DataError for anything wrong."""
+        """Survey the files that are not cached. Raises DataError for any problem of the files."""
         system, path = resolve_file_system(self.path)
         suffixes = self.format.suffixes
         packed = tuple(suffix + packing for suffix in suffixes for packing in COMPRESSIONS)
         files = find_files(system, path, self.path, self.format.name, suffixes + packed)
         surveys = self._surveys(system, files)
         groups = number_groups(self.path, files, (survey.pieces for survey in surveys))
-        traits = self._merged(files, surveys)
+        traits = self._merged_traits(files, surveys)
         fields = fields_of(traits, self.format.field, files[0].path)
         ranges = ((group.number, group.rows, group.start, group.stop) for group in groups)
         columns = ((name, traits[name], fields[name].dtype.str, fields[name].shape) for name in sorted(fields))
@@ -199,11 +199,11 @@ class FileSource(Source):
         return FileLoader(resolve_file_system(self.path)[0], self.format, index)
 
     def _surveys(self, system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[FileSurvey]:
-        """Surveys of files that the caches do not know are made now."""
+        """Return surveys of files, from the caches if possible."""
 
         def read(infos: list[pafs.FileInfo]) -> list[FileSurvey]:
-            surveying = SurveyTask(path=self.path, format=self.format)
-            return first_pass(surveying, [(info.path, info.size) for info in infos], threads=_SURVEY_THREADS)
+            survey = SurveyTask(path=self.path, format=self.format)
+            return first_pass(survey, [(info.path, info.size) for info in infos], threads=_SURVEY_THREADS)
 
         return cached_metadata(
             system, files, reads=(self.format, self.path), read=read, pack=self._packed, unpack=self._unpacked
@@ -219,14 +219,14 @@ class FileSource(Source):
             traits={name: self.format.unpack(trait) for name, trait in traits.items()},
         )
 
-    def _merged(self, files: list[pafs.FileInfo], surveys: list[FileSurvey]) -> dict[str, Any]:
-        """One trait for each column; the files that have rows must have the same columns where they are read."""
+    def _merged_traits(self, files: list[pafs.FileInfo], surveys: list[FileSurvey]) -> dict[str, Any]:
+        """Return one trait for each column; all files with rows must have the columns to read."""
         pairs = zip(files, surveys, strict=True)
         (first, survey), *others = [(info.path, survey) for info, survey in pairs if survey.pieces]
         merged = {name: survey.traits[name] for name in select_columns(survey.traits, self.columns, first)}
-        for file, found in others:
-            for name in sorted({*merged, *(found.traits if self.columns is None else ())}):
-                old, new = merged.get(name), found.traits.get(name)
+        for file, other_survey in others:
+            for name in sorted({*merged, *(other_survey.traits if self.columns is None else ())}):
+                old, new = merged.get(name), other_survey.traits.get(name)
                 both = self.format.merge(old, new) if old is not None and new is not None else None
                 if both is None:
                     raise schema_error(name, new, old, file, first)
@@ -250,11 +250,11 @@ class FileLoader(Loader):
         self._heads: dict[str, bytes] = {}
 
     def twin(self) -> FileLoader:
-        """A loader of the same for another thread."""
+        """Return a loader of the same files for another thread."""
         return FileLoader(self._system, self._format, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of group `number` of the index; raises DataError that names file, group, and the row where known."""
+        """Return columns of group `number`. Raises DataError with file, group and, if known, the row."""
         group = self._index.groups[number]
         row = group.first - self._firsts[group.file].first
         place = GroupLocation(file=group.file, group=group.number, row=row, offset=group.start)
@@ -270,14 +270,14 @@ class FileLoader(Loader):
 
     def _head(self, data: RandomAccessFile) -> bytes:
         if data.file not in self._heads:
-            if len(self._heads) >= _KEPT_HEADS:
+            if len(self._heads) >= _MAX_HEADS:
                 self._heads.clear()
             self._heads[data.file] = data.read(0, self._firsts[data.file].start)
         return self._heads[data.file]
 
 
 def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation, rows: Rows | None = None) -> Arrays:
-    """Columns of an Arrow table, or of some of its rows; DataError names the first row that is null."""
+    """Return columns of an Arrow table, or of some rows. Raises DataError that names the first null row."""
     table = table if rows is None else table.take(rows)
     for name in names:
         column = table.column(name)
@@ -289,7 +289,7 @@ def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation, ro
 
 
 def null_error(what: str, where: str) -> DataError:
-    """For a value that is missing."""
+    """Return the error for a missing value."""
     return DataError(what, where=where, remedy=NULL_REMEDY)
 
 
@@ -299,11 +299,11 @@ def null_error(what: str, where: str) -> DataError:
 def number_groups(
     path: str, files: Sequence[pafs.FileInfo], pieces: Iterable[Sequence[RecordRange]]
 ) -> tuple[RowGroup, ...]:
-    """Return the row groups that have rows, from the ranges of each file. Raises DataError where there is none."""
+    """Return the row groups with rows, from the ranges of each file. Raises DataError if there are none."""
     groups: list[RowGroup] = []
     first = 0
-    for info, found in zip(files, pieces, strict=True):
-        for number, (start, stop, rows) in enumerate(found):
+    for info, ranges in zip(files, pieces, strict=True):
+        for number, (start, stop, rows) in enumerate(ranges):
             if rows:
                 groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
             first += rows
@@ -313,7 +313,7 @@ def number_groups(
 
 
 def fields_of(kinds: Mapping[str, Any], field: Callable[[Any], Field], file: str) -> dict[str, Field]:
-    """Return field(kind) of each column. Raises DataError, naming the file, for one that cannot become an array."""
+    """Return field(kind) of each column. Raises DataError, naming the file, if one cannot become an array."""
     fields: dict[str, Field] = {}
     for name, kind in kinds.items():
         try:
@@ -327,11 +327,11 @@ def fields_of(kinds: Mapping[str, Any], field: Callable[[Any], Field], file: str
     return fields
 
 
-def schema_error(name: str, here: object | None, there: object | None, file: str, first: str) -> DataError:
-    """Return the error for a column that is of another type in `file` than in the first one; None for no column."""
+def schema_error(name: str, actual: object | None, expected: object | None, file: str, first: str) -> DataError:
+    """Return the error for a column whose type in `file` differs from the first file; None for a missing column."""
     return DataError(
-        f"column {name!r} is {'missing' if here is None else here} here "
-        f"and {'missing' if there is None else there} in {first}",
+        f"column {name!r} is {'missing' if actual is None else actual} here "
+        f"and {'missing' if expected is None else expected} in {first}",
         where=f"{file}, column {name!r}",
         remedy="write all files with one schema, or read other columns with columns=",
     )
@@ -350,9 +350,9 @@ def file_index(
 
     Args:
         files, groups, fields: of the data set.
-        stored_bytes: size of the columns in the files, by which objects are charged.
-        hashed: goes into the hash beside the files' sizes and their names within the common folder, so that the hash is
-            the same wherever the files lie.
+        stored_bytes: size of the columns in the files, the estimate of the size of objects.
+        hashed: values for the hash, which also has the sizes of files and their names within the common folder. The
+            hash is therefore independent of the place of the folder.
         more: further fields of the index.
     """
     rows, row_bytes = groups[-1].first + groups[-1].rows, sum(field.row_bytes for field in fields.values())
@@ -365,7 +365,7 @@ def file_index(
     )
 
 
-# --- Cutting files that have no index into ranges of whole records ----------------------------------------------------
+# --- Split files without an index into ranges of whole records --------------------------------------------------------
 
 
 _GROUP_ROWS, _GROUP_BYTES = 4096, 8 << 20
@@ -374,22 +374,22 @@ CHUNK_BYTES = 8 << 20
 
 Offsets = npt.NDArray[np.int64]
 _FindEnds = Callable[[bytes, bool], Offsets]
-"""ends(data, last): where the records end in data that begins with a record, ascending, only whole records; `last`
-says that the file ends with the data."""
+"""ends(data, last): ascending ends of the complete records in data that starts with a record; `last`: the file ends
+with the data."""
 
 
 def group_boundaries(ends: Offsets, last: bool, rows: int = _GROUP_ROWS, size_bytes: int = _GROUP_BYTES) -> list[int]:
-    """Behind which records to cut data that begins with one: `rows` at a time, or fewer that reach `size_bytes`.
+    """Split data that starts with a record into groups of `rows` records, or fewer that reach `size_bytes`.
 
     Args:
-        ends: where each record ends, ascending.
-        last: these are all. Otherwise cuts that depend on what follows are left open, so that the cuts do not depend on
-            how much of a file was looked at together.
+        ends: end of each record, ascending.
+        last: whether the file ends here. If not, an incomplete last group is not cut, so that the groups do not depend
+            on the size of the chunks.
         rows: of a group.
         size_bytes: of a group.
 
     Returns:
-        How many records stand before each cut, ascending.
+        The number of records before each cut, ascending.
     """
     cuts: list[int] = []
     record = low = 0
@@ -407,35 +407,35 @@ def group_boundaries(ends: Offsets, last: bool, rows: int = _GROUP_ROWS, size_by
 def whole_records(
     data: RandomAccessFile, start: int, ends: _FindEnds, limit_bytes: int = _RECORD_BYTES
 ) -> Iterator[tuple[int, bytes]]:
-    """Ranges of whole records with the byte where each begins, in the memory of two ranges and a chunk.
+    """Yield ranges of whole records with their first bytes, in the memory of two ranges and a chunk.
 
     Raises:
-        DataError: a record is longer, or is not whole at the end of the file.
+        DataError: a record is longer than `limit_bytes`, or incomplete at the end of the file.
     """
     offset = position = start
-    rest = b""
+    pending = b""
     records = 0
     while position < data.size_bytes:
         after = min(position + CHUNK_BYTES, data.size_bytes)
-        rest += data.read(position, after)
+        pending += data.read(position, after)
         position, low = after, 0
         last = position == data.size_bytes
-        found = ends(rest, last)
-        cuts = group_boundaries(found, last)
-        for high in found[np.array(cuts, dtype=np.int64) - 1].tolist():
-            yield offset + low, rest[low:high]
+        record_ends = ends(pending, last)
+        cuts = group_boundaries(record_ends, last)
+        for high in record_ends[np.array(cuts, dtype=np.int64) - 1].tolist():
+            yield offset + low, pending[low:high]
             low = high
-        unfinished = int(found[-1]) if len(found) else 0
-        if (last and unfinished < len(rest)) or len(rest) - unfinished > limit_bytes:
-            raise _unfinished_record_error(data, offset + unfinished, records + len(found), limit_bytes, last)
+        unfinished = int(record_ends[-1]) if len(record_ends) else 0
+        if (last and unfinished < len(pending)) or len(pending) - unfinished > limit_bytes:
+            raise _unfinished_record_error(data, offset + unfinished, records + len(record_ends), limit_bytes, last)
         records += cuts[-1] if cuts else 0
-        offset, rest = offset + low, rest[low:]
+        offset, pending = offset + low, pending[low:]
 
 
 def survey_ranges(
     file: str, ranges: Iterable[tuple[int, bytes]], count: Callable[[bytes, GroupLocation], int]
 ) -> tuple[RecordRange, ...]:
-    """Return the ranges that have rows, as `count` says of the bytes of each."""
+    """Return the ranges with rows, which `count` counts in the bytes of each range."""
     pieces: list[RecordRange] = []
     first = 0
     for offset, body in ranges:
@@ -447,7 +447,7 @@ def survey_ranges(
 
 
 def line_ends(data: bytes, last: bool) -> Offsets:
-    """Ends of lines, the newline included; at the end of a file it may be missing."""
+    """Return the ends of lines, the newline included, which may be missing at the end of a file."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64) + 1
     if last and data and not data.endswith(b"\n"):
         ends = np.append(ends, len(data))

@@ -169,8 +169,8 @@ def csv_record_ends(data: bytes, last: bool, delimiter: str = ",") -> Offsets:
     begins = np.isin(octets[even - 1], np.frombuffer(f"\n\r{delimiter}".encode(), np.uint8)) | (even == 0)
     begins[1:] |= even[1:] == odd[: len(even) - 1] + 1
     inside = np.searchsorted(marks, ends) % 2 == 1 if begins.all() else _quoted_ends(data, ends, delimiter)
-    kept: Offsets = ends[~inside]
-    return kept
+    record_ends: Offsets = ends[~inside]
+    return record_ends
 
 
 def _quoted_ends(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.bool_]:
@@ -267,8 +267,8 @@ class _JsonLinesFormat(FileFormat):
 
         def count(body: bytes, place: GroupLocation) -> int:
             objects = _json_objects(body, place)
-            for name, found in _json_kinds(objects).items():
-                kinds[name] = _merge_kinds(kinds.get(name, _NULL), found)
+            for name, kind in _json_kinds(objects).items():
+                kinds[name] = _merge_kinds(kinds.get(name, _NULL), kind)
             return len(objects)
 
         return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, line_ends), count), traits=kinds)
@@ -300,18 +300,18 @@ def _json_objects(body: bytes, place: GroupLocation) -> list[dict[str, Any]]:
 
 
 def _json_object(line: str, row: int, place: GroupLocation) -> dict[str, Any]:
-    shown = line if len(line) <= 80 else line[:77] + "..."
+    excerpt = line if len(line) <= 80 else line[:77] + "..."
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"a line is no JSON: {error}: {shown!r}",
+            f"a line is no JSON: {error}: {excerpt!r}",
             where=place.at(row),
             remedy="write one whole JSON object on each line",
         ) from error
     if not isinstance(value, dict):
         raise DataError(
-            f"a line is a {type(value).__name__} and no object: {shown!r}",
+            f"a line is a {type(value).__name__} and no object: {excerpt!r}",
             where=place.at(row),
             remedy='write one object of columns on each line: {"x": 1}',
         )
@@ -416,7 +416,7 @@ class _TextFormat(FileFormat):
 
 def paragraph_ends(data: bytes, last: bool) -> Offsets:
     """Where paragraphs end: after the blank lines behind each, and at the end of the file."""
-    ends = [found.end() for found in _BREAK.finditer(data)]
+    ends = [match.end() for match in _BREAK.finditer(data)]
     return np.array([*ends, len(data)] if last and data else ends, dtype=np.int64)
 
 

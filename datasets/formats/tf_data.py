@@ -134,12 +134,12 @@ class _PipelineSource(SequentialSource):
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
         """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
-        whole = self._reader(index, columns, ALL_ROWS)
+        all_rows = self._reader(index, columns, ALL_ROWS)
         if feeding is None or not (self.sharded and feeding.data_ranks):
-            return whole
+            return all_rows
         ranks = feeding.data_ranks
         part = RowPart(first=ranks.start, count=len(ranks), total=feeding.total)
-        return PartRows(self._reader(index, columns, part), whole)
+        return PartRows(self._reader(index, columns, part), all_rows)
 
     def _reader(self, index: Index, columns: Sequence[str], part: RowPart) -> SequentialRows:
         where = self.describe()
@@ -182,11 +182,11 @@ class _PipelineSource(SequentialSource):
 
     def _check_part(self, pipeline: Any, schema: Mapping[str, Field], first: Arrays) -> None:
         """Compare a part of the pipeline with those rows of the whole one. Raises DataError."""
-        part, known = self.opened(0, _CHECKED), int(pipeline.cardinality())
+        part, total_rows = self.opened(0, _CHECKED), int(pipeline.cardinality())
         rows = {name: array[_CHECKED.first :: _CHECKED.total] for name, array in first.items()}
-        found = self._first_rows(part, schema, block_rows(rows)) if block_rows(rows) else rows
-        length = max(-(-(known - _CHECKED.first) // _CHECKED.total), 0)
-        if hash_block(found) != hash_block(rows) or (known >= 0 and int(part.cardinality()) != length):
+        part_rows = self._first_rows(part, schema, block_rows(rows)) if block_rows(rows) else rows
+        length = max(-(-(total_rows - _CHECKED.first) // _CHECKED.total), 0)
+        if hash_block(part_rows) != hash_block(rows) or (total_rows >= 0 and int(part.cardinality()) != length):
             raise DataError(
                 "after shard, the pipeline does not give one row for each row",
                 where=self.describe(),
@@ -195,24 +195,24 @@ class _PipelineSource(SequentialSource):
             )
 
     def _length(self, pipeline: Any) -> int:
-        known = int(pipeline.cardinality())
+        length = int(pipeline.cardinality())
         if self.rows is not None:
             return self.rows
-        if known == _INFINITE:
+        if length == _INFINITE:
             raise DataError(
                 "the pipeline has no end",
                 where=self.describe(),
                 remedy="leave .repeat() out (epochs= of the job says how often), or pass rows= for a pass of that many",
             )
-        if known == _UNKNOWN:
+        if length == _UNKNOWN:
             raise DataError(
                 "the pipeline does not know how many rows it gives",
                 where=self.describe(),
                 remedy="pass rows=, or apply tf.data.experimental.assert_cardinality",
             )
-        if not known:
+        if not length:
             raise DataError("the pipeline has no rows", where=self.describe(), remedy="look at how it is made")
-        return known
+        return length
 
     def _schema(self, pipeline: Any) -> dict[str, Field]:
         """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
@@ -248,8 +248,8 @@ def _is_batched(pipeline: Any) -> bool:
 
 def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:
     """The rows of a part of a tf.data.Dataset, from a place on."""
-    turn, rest = divmod(place, part.count)
-    pipeline = pipeline.skip(turn * part.total) if turn else pipeline
+    cycles, remainder = divmod(place, part.count)
+    pipeline = pipeline.skip(cycles * part.total) if cycles else pipeline
     if part.count == part.total:
         rows = pipeline
     elif part.count == 1:
@@ -257,7 +257,7 @@ def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:
     else:
         numbered = pipeline.enumerate().filter(lambda row, _: (row - part.first) % part.total < part.count)
         rows = numbered.map(lambda _, row: row)
-    return rows.skip(rest) if rest else rows
+    return rows.skip(remainder) if remainder else rows
 
 
 def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bool = True) -> Dataset:
@@ -322,7 +322,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
     try:
         while True:
             try:
-                element = next(opened.held[0])
+                element = next(opened.references[0])
             except StopIteration:
                 return
             except Exception as error:  # TensorFlow's errors, which cannot be named here, have one class for each cause
@@ -348,22 +348,22 @@ class _OpenIterator:
     """
 
     def __init__(self, iterator: Any) -> None:
-        self.held = [iterator]
-        self._asked = threading.Event()
-        self._end = threading.Thread(target=self._close_when_asked, name="trainwright-pipeline-end", daemon=True)
+        self.references = [iterator]
+        self._close_requested = threading.Event()
+        self._end = threading.Thread(target=self._close_on_request, name="trainwright-pipeline-end", daemon=True)
         self._end.start()
         _open[id(self)] = self
 
     def close(self) -> None:
         """Close the iterator, and wait up to END_S for the functions that it runs."""
-        if not self._asked.is_set():
+        if not self._close_requested.is_set():
             _open.pop(id(self), None)
-            self._asked.set()
+            self._close_requested.set()
             self._end.join(END_S)
 
-    def _close_when_asked(self) -> None:
-        self._asked.wait()
-        self.held.clear()
+    def _close_on_request(self) -> None:
+        self._close_requested.wait()
+        self.references.clear()
 
 
 @atexit.register

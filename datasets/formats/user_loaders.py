@@ -1,8 +1,8 @@
-"""The user's own data sets and loaders of torch and Hugging Face. Duck-typed; no framework is imported.
+"""Users' data sets and loaders of torch and Hugging Face. Duck-typed; no framework is imported.
 
-Where rows have numbers, they are read by number. Everything else is iterated, one pass after the other: a row is known
-by its place in a pass. What a pass gives is a function of the run's seed and the epoch: it begins with a fresh copy of
-the object, and the random generators that the object draws from are seeded.
+Rows with numbers are read by number. Other objects are iterated in passes, and a row is identified by its place in a
+pass. The rows of a pass are a function of the run's seed and the epoch: a pass starts with a fresh copy of the object
+and seeds the random generators that the object uses.
 """
 
 from __future__ import annotations
@@ -85,49 +85,47 @@ def from_torch(
 ) -> Dataset:  # fmt: skip
     """Rows of a torch data set or loader: map-style Dataset, IterableDataset, DataLoader, StatefulDataLoader.
 
-    A map-style data set is anything with `__len__` and `__getitem__`, or `__getitems__`. The object travels by pickle
-    and is asked in every worker. It is recognised by its type's name, its length and the content of a few rows spread
-    over it, not by all rows: a change elsewhere goes unnoticed.
+    A map-style data set is anything with `__len__` and `__getitem__`, or `__getitems__`. The object is pickled, and
+    every worker reads from a copy. Its hash covers the type's name, the length and the content of a few evenly spaced
+    rows: a change of other rows goes unnoticed.
 
-    Random transforms inside it, such as torchvision's, are right and replayable: the global generators of torch, NumPy
-    and Python are seeded by (seed, epoch, row) for each row. A row that draws from them is computed again in each
-    epoch, while no step runs; rows that draw nothing are kept in memory where they fit. `.map(f)` has random numbers of
-    its own, and runs beside steps.
+    Random transforms inside it, such as torchvision's, are replayable: the global generators of torch, NumPy and Python
+    are seeded by (seed, epoch, row) for each row. A row that uses them is computed again in each epoch, while no step
+    runs; other rows are kept in memory if they fit. `.map(f)` has its own random numbers, and runs during steps.
 
     A DataLoader of a map-style data set with torch's own collate function and sampler (sequential, random,
-    distributed) is taken as its data set: rows are shuffled by the job's seed unless the sampler is sequential.
+    distributed) is replaced by its data set: the job's seed shuffles the rows unless the sampler is sequential.
 
-    Any other DataLoader and an IterableDataset are iterated by every worker, with the sampler, collate function and
-    loader processes that the user set up; each worker keeps its share of each batch. The batches are taken apart into
-    rows, in their order: the job's `batch_size` makes the batches, and `shuffle` of the job has no say. Each pass
-    begins with a fresh copy of the object, seeded by the run's seed and the epoch: `set_epoch(epoch)` is called where
-    its data set or samplers have it, and a `torch.Generator` is seeded with its first seed plus the epoch.
+    Every worker iterates an IterableDataset and any other DataLoader, with the sampler, collate function and loader
+    processes that the user set up, and keeps its share of each batch. The batches are split into rows, in their order,
+    and the job's `batch_size` makes new batches; `shuffle` of the job has no effect. Each pass starts with a fresh copy
+    of the object, seeded by the run's seed and the epoch: `set_epoch(epoch)` of its data set or samplers is called, and
+    a `torch.Generator` is seeded with its first seed plus the epoch.
 
-    What exactly once means there: a row is known by its place in a pass. After a failure, and in a resumed run, the
-    pass begins again and drops the rows that were trained on. The first rows are read twice to check that they are the
-    same.
+    "Exactly once" refers to the place of a row in a pass. After a failure, and in a resumed run, the pass starts again
+    and drops the rows that were trained on. The first rows are read twice to check that they are the same.
 
     Args:
         dataset: its samples may be dicts, tuples or single values, of tensors, arrays, images, numbers, text or bytes.
-            What cannot be pickled is given as a function () or (epoch) that makes an IterableDataset or a DataLoader;
-            with `epoch` it says what each pass is, and only the global generators are seeded.
+            Instead of an object that cannot be pickled, give a function () or (epoch) that makes an IterableDataset or
+            a DataLoader; one with `epoch` determines each pass, and only the global generators are seeded.
         columns: names for the values of a sample, by default "0", "1" and so on; of dicts, the keys to keep.
-        rows: of a pass, where an iterable does not know it; of a longer or endless one it takes the first so many.
-        replayable: whether a row of an epoch has the same values each time. False allows an object that draws from a
-            generator of its own: its rows are computed again in each epoch too, but a recovered run sees the same rows
-            with other values. Of an iterable, rows can then count twice or never.
-        ragged: columns of arrays whose lengths differ, which become objects; others do if sampled rows differ in that.
+        rows: of a pass, if an iterable has no length; a longer or endless one is cut after that number.
+        replayable: whether a row of an epoch has the same values each time. False allows an object with a generator of
+            its own: its rows are computed again in each epoch too, but a recovered run sees the same rows with other
+            values. Rows of an iterable can then count twice or never.
+        ragged: columns of arrays whose lengths differ, which become objects, as do columns whose sampled rows differ.
 
     Raises:
-        DataError: the object is none of these, or cannot be pickled; when it is read: no rows, unknown length, rows
-            that do not fit, or other rows each time.
+        DataError: the object is none of these, or cannot be pickled; when it is read: no rows, unknown length,
+            inconsistent rows, or other rows each time.
     """
     names = None if columns is None else tuple(columns)
     kinds, note, ordered = qualified_bases(type(dataset)), "", False
-    if _LOADER in kinds and (note := _numbered(dataset)):
+    if _LOADER in kinds and (note := _row_number_note(dataset)):
         ordered, dataset = _is_sequential(dataset), dataset.dataset
     elif _LOADER in kinds or _ITERABLE in kinds or _is_function(dataset):
-        return _iterated(dataset, "from_torch", names, rows, replayable, tuple(ragged))
+        return _iterable_dataset(dataset, "from_torch", names, rows, replayable, tuple(ragged))
     if not all(hasattr(dataset, name) for name in ("__len__", "__getitem__")):
         raise DataError(
             f"a {type(dataset).__name__} is not a map-style data set: it has no __len__ and __getitem__",
@@ -147,27 +145,27 @@ def from_huggingface(
 ) -> Dataset:  # fmt: skip
     """Rows of a Hugging Face `datasets.Dataset`, or of a streamed one, `datasets.IterableDataset`.
 
-    A Dataset is read as Arrow, without its row-by-row decoding. Its files must be at the same path on every node: the
-    object travels by pickle, which names them. It is recognised by its type's name, its length and the content of a few
-    rows spread over it. Fixed-size features become dimensions; lists, text and structs become objects, and an `Image`
-    is a dict of its encoded `bytes` and its `path`.
+    A Dataset is read as Arrow, without its row-by-row decoding. Its files must be at the same path on every node, since
+    the pickled object refers to them. Its hash covers the type's name, the length and the content of a few evenly
+    spaced rows. Fixed-size features become dimensions; lists, text and structs become objects, and an `Image` is a dict
+    of its encoded `bytes` and its `path`.
 
-    A streamed one is iterated in its own order, as `from_torch` says it of an IterableDataset, with `set_epoch`. Where
-    a worker feeds one data rank, `split_dataset_by_node` leaves the rows of other workers out, before they are decoded.
+    A streamed one is iterated in its own order like an IterableDataset in `from_torch`, with `set_epoch`. If a worker
+    feeds one data rank, `split_dataset_by_node` drops the rows of other workers before they are decoded.
 
     Args:
         dataset: one split, or a function () or (epoch) that makes a streamed one.
         columns: read only these; by default all.
-        rows, replayable, ragged: see `from_torch`. A streamed one does not know its number of rows.
+        rows, replayable, ragged: see `from_torch`. A streamed one has no length.
 
     Raises:
-        DataError: it is several splits, or formatted by a function of the user's (`set_transform`); of a streamed one,
-            as `from_torch`.
+        DataError: it has several splits, or is formatted by a user function (`set_transform`); for a streamed one, as
+            in `from_torch`.
     """
     kind = type(dataset).__name__
     if _STREAMED in qualified_bases(type(dataset)) or _is_function(dataset):
         names = None if columns is None else tuple(columns)
-        return _iterated(dataset, "from_huggingface", names, rows, replayable, tuple(ragged))
+        return _iterable_dataset(dataset, "from_huggingface", names, rows, replayable, tuple(ragged))
     remedy = ""
     if isinstance(dataset, Mapping):
         remedy = f"name one of its splits: {', '.join(map(str, dataset))}"
@@ -188,37 +186,37 @@ def from_huggingface(
     return Dataset(source=source)
 
 
-def _iterated(
-    given: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool, ragged: tuple[str, ...]
+def _iterable_dataset(
+    value: Any, call: str, columns: tuple[str, ...] | None, rows: int | None, replayable: bool, ragged: tuple[str, ...]
 ) -> Dataset:
     check_pass_rows(rows, call)
-    source = _IterableSource(given=given, call=call, columns=columns, rows=rows, replayable=replayable, ragged=ragged)
+    source = _IterableSource(given=value, call=call, columns=columns, rows=rows, replayable=replayable, ragged=ragged)
     return Dataset(source=source)
 
 
-def _is_function(given: Any) -> bool:
-    rows = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
-    return callable(given) and (isinstance(given, type) or not rows)
+def _is_function(value: Any) -> bool:
+    rows = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    return callable(value) and (isinstance(value, type) or not rows)
 
 
 def _is_torchs(thing: Any, *names: str) -> bool:
-    """Whether a class or function is one of torch's own of these names, or torchdata's."""
+    """Return whether a class or function comes from torch or torchdata and has one of these names."""
     return (
         str(getattr(thing, "__module__", "")).partition(".")[0] in ("torch", "torchdata")
         and getattr(thing, "__qualname__", "") in names
     )
 
 
-def _numbered(loader: Any) -> str:
-    """The plan's note on a loader whose data set is read by number in its place; empty for one that is iterated."""
+def _row_number_note(loader: Any) -> str:
+    """Return the plan's note on a loader that is replaced by its data set; empty for a loader that is iterated."""
     sampler, kind = loader.sampler, type(loader.sampler)
-    whole = _is_torchs(kind, "SequentialSampler", "DistributedSampler", "StatefulDistributedSampler") or (
+    reads_each_once = _is_torchs(kind, "SequentialSampler", "DistributedSampler", "StatefulDistributedSampler") or (
         _is_torchs(kind, "RandomSampler") and not sampler.replacement and sampler.num_samples == len(loader.dataset)
     )
     plain = (
         _is_torchs(type(loader), "DataLoader", "StatefulDataLoader")
         and _ITERABLE not in qualified_bases(type(loader.dataset))
-        and whole
+        and reads_each_once
         and _is_torchs(type(loader.batch_sampler), "BatchSampler")
         and _is_torchs(loader.collate_fn, "default_collate")
         and loader.worker_init_fn is None
@@ -231,12 +229,12 @@ def _is_sequential(loader: Any) -> bool:
     return _is_torchs(type(loader.sampler), "SequentialSampler")
 
 
-# --- What is iterated -------------------------------------------------------------------------------------------------
+# --- Iterated objects -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _IterableSource(SequentialSource):
-    """Rows of an iterable, or of the one that a function makes. `from_torch` says what the fields mean."""
+    """Rows of an iterable, or of an iterable that a function makes. `from_torch` explains the fields."""
 
     given: Any
     call: str
@@ -271,18 +269,18 @@ class _IterableSource(SequentialSource):
 
     @property
     def _name(self) -> str:
-        given = self.given if _is_function(self.given) else type(self.given)
-        return str(getattr(given, "__name__", "function"))
+        named = self.given if _is_function(self.given) else type(self.given)
+        return str(getattr(named, "__name__", "function"))
 
     @property
     def _splits(self) -> bool:
-        """Whether a process can leave out the rows of others: with a release of `datasets` that splits by examples."""
+        """Whether a process can skip the rows of others; older releases of `datasets` cannot split by examples."""
         return self.call == "from_huggingface" and "strategy" in inspect.signature(_split_by_node()).parameters
 
     def index(self) -> Index:
-        """Read the first rows, twice. Raises DataError where there is none, or where they differ."""
-        schema, first = self._sampled()
-        if self.replayable and hash_block(first) != hash_block(self._sampled()[1]):
+        """Read the first rows twice. Raises DataError if there are none, or if they differ."""
+        schema, first = self._sample_rows()
+        if self.replayable and hash_block(first) != hash_block(self._sample_rows()[1]):
             raise DataError(
                 f"it gives other rows among its first {SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
@@ -296,7 +294,7 @@ class _IterableSource(SequentialSource):
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
-        """A reader for one process: of all rows, or of those of its data rank where the object can be split."""
+        """Return a reader for one process: of all rows, or of its data rank's rows if the object can be split."""
 
         def reader(part: RowPart) -> SequentialRows:
             def open_pass(epoch: int, place: int) -> Blocks:
@@ -312,20 +310,20 @@ class _IterableSource(SequentialSource):
             return reader(ALL_ROWS)
         return PartRows(reader(RowPart(first=feeding.data_ranks.start, total=feeding.total)), reader(ALL_ROWS))
 
-    def _sampled(self) -> tuple[dict[str, Field], Arrays]:
-        """Columns, and the first rows, of two batches at least."""
-        found: list[_Values] = []
+    def _sample_rows(self) -> tuple[dict[str, Field], Arrays]:
+        """Return the columns and the first rows, of two batches at least."""
+        samples: list[_Values] = []
         with closing(_Pass(self, 0, 0).chunks()) as chunks:
             for number, (first, chunk) in enumerate(chunks):
                 rows = range(block_rows(chunk))
-                found += [{name: values[row : row + 1] for name, values in chunk.items()} for row in rows]
+                samples += [{name: values[row : row + 1] for name, values in chunk.items()} for row in rows]
                 if number and first + len(rows) >= SAMPLED_ROWS:
                     break
-        if not found:
+        if not samples:
             raise DataError("it gives no row", where=self.describe(), remedy="look at how it is made")
-        schema = {name: field_of_rows(name, found, self.describe(), self.ragged) for name in found[0]}
+        schema = {name: field_of_rows(name, samples, self.describe(), self.ragged) for name in samples[0]}
         first_rows = {
-            name: np.concatenate([to_column(name, row[name], field, self.describe(), range(1)) for row in found])
+            name: np.concatenate([to_column(name, row[name], field, self.describe(), range(1)) for row in samples])
             for name, field in schema.items()
         }
         return schema, first_rows
@@ -348,15 +346,15 @@ _Values = Mapping[str, Any]
 
 
 class _Pass:
-    """A pass over an iterable: a fresh copy of the object, or what the function makes, seeded for the epoch."""
+    """A pass over an iterable: a fresh copy of the object, or the function's result, seeded for the epoch."""
 
     def __init__(self, source: _IterableSource, seed: int, epoch: int, part: RowPart = ALL_ROWS) -> None:
         self._source, self._part = source, part
         self._where = f"{source.describe()}, epoch {epoch}"
         self._randomness = _PassRandomness(fold_seed(seed, epoch))
         self._sampling = _PassRandomness(fold_seed(seed, epoch, 1))  # of the sampler of a loader with processes
-        with self._randomness.drawn():
-            self._object = self._made(epoch)
+        with self._randomness.seeded():
+            self._object = self._open_object(epoch)
         kinds = qualified_bases(type(self._object))
         self._loader = _LOADER in kinds
         if not kinds & ({_STREAMED} if source.call == "from_huggingface" else {_LOADER, _ITERABLE, _STREAMED}):
@@ -370,7 +368,7 @@ class _Pass:
         self._batched = self._loader and self._object.batch_sampler is not None
 
     def length(self) -> int | None:
-        """Count the rows of the pass; None where that is not known. For a pass that is not read."""
+        """Count the rows of the pass; None if that is unknown. For a pass that is not read."""
         if not self._loader:
             return len(self._object) if hasattr(self._object, "__len__") else None
         loader, size = self._object, self._object.batch_size
@@ -379,12 +377,12 @@ class _Pass:
         if not hasattr(sized, "__len__") or (iterable and loader.drop_last and loader.num_workers > 1):
             return None
         if self._batched and not size:
-            with self._randomness.drawn():
+            with self._randomness.seeded():
                 return sum(map(len, sized))
         return len(sized) // size * size if loader.drop_last else len(sized)
 
     def blocks(self, schema: Mapping[str, Field], place: int) -> Blocks:
-        """Arrays of consecutive rows of the part, from a place on. Raises UserCodeError, DataError."""
+        """Yield arrays of consecutive rows of the part, from a place on. Raises UserCodeError, DataError."""
         with closing(self.chunks(place)) as chunks:
             for first, chunk in chunks:
                 names = select_columns(chunk, schema, self._where)
@@ -392,45 +390,46 @@ class _Pass:
                 yield {name: to_column(name, chunk[name], schema[name], self._where, rows) for name in names}
 
     def chunks(self, place: int = 0) -> Generator[tuple[int, _Values], None, None]:
-        """Consecutive rows from a place on, and the place of the first of them."""
-        at, held, columns = 0, list[dict[str, Any]](), self._source.columns
+        """Yield consecutive rows from a place on, each chunk with the place of its first row."""
+        count, pending, columns = 0, list[dict[str, Any]](), self._source.columns
         with closing(self._elements()) as elements:
             for element in elements:
-                where = f"{self._where}, row {self._part.row(at)}"
+                where = f"{self._where}, row {self._part.row(count)}"
                 if self._batched:
                     chunk = _rows_of_batch(element, columns, where)
-                    low, at = max(place - at, 0), at + block_rows(chunk)
-                    if at > place:
-                        yield max(place, at - block_rows(chunk)), {name: values[low:] for name, values in chunk.items()}
+                    low, count = max(place - count, 0), count + block_rows(chunk)
+                    if count > place:
+                        tail = {name: values[low:] for name, values in chunk.items()}
+                        yield max(place, count - block_rows(chunk)), tail
                     continue
-                held += [sample_arrays(element, columns, where)] if at >= place else []
-                at += 1
-                if len(held) == _BLOCK_ROWS:
-                    yield at - len(held), _columns_of(held, where)
-                    held = []
-            if held:
-                yield at - len(held), _columns_of(held, self._where)
+                pending += [sample_arrays(element, columns, where)] if count >= place else []
+                count += 1
+                if len(pending) == _BLOCK_ROWS:
+                    yield count - len(pending), _columns_of(pending, where)
+                    pending = []
+            if pending:
+                yield count - len(pending), _columns_of(pending, self._where)
 
-    def _made(self, epoch: int) -> Any:
-        given, where = self._source.given, self._source.describe()
-        if _is_function(given):
-            wants_epoch = takes_epoch(given)
+    def _open_object(self, epoch: int) -> Any:
+        value, where = self._source.given, self._source.describe()
+        if _is_function(value):
+            wants_epoch = takes_epoch(value)
             with user_code(f"the function given to {self._source.call}", "correct the function", where):
-                made = given(epoch) if wants_epoch else given()
+                iterable = value(epoch) if wants_epoch else value()
         else:
-            wants_epoch, made = False, _copied(given, where)
-        for each in _parts_of(made):
-            _refuse_share(each, where)
+            wants_epoch, iterable = False, _pickled_copy(value, where)
+        for part in _parts_of(iterable):
+            _refuse_share(part, where)
         if self._part.total > 1:
-            made = _split_by_node()(made, self._part.first, self._part.total, strategy="examples")
+            iterable = _split_by_node()(iterable, self._part.first, self._part.total, strategy="examples")
         if not wants_epoch:
-            _begin_epoch(_parts_of(made), epoch)
-        return made
+            _begin_epoch(_parts_of(iterable), epoch)
+        return iterable
 
     def _elements(self) -> Generator[Any, None, None]:
-        """What the object gives. Where it computes in this process, it does so while no step draws random numbers."""
-        here = not (self._loader and self._object.num_workers)
-        if not here and _ITERABLE not in qualified_bases(type(self._object.dataset)):
+        """Yield the object's elements. An object of this process computes while no step draws random numbers."""
+        in_process = not (self._loader and self._object.num_workers)
+        if not in_process and _ITERABLE not in qualified_bases(type(self._object.dataset)):
             name = "batch_sampler" if self._batched else "sampler"
             object.__setattr__(self._object, name, _SeededSampler(getattr(self._object, name), self._sampling))
         number = 0
@@ -438,63 +437,63 @@ class _Pass:
         failure: Exception | None = None
         try:
             while failure is None:
-                found: list[Any] = []
-                until = time.monotonic() + LOCKED_S
+                elements: list[Any] = []
+                deadline_s = time.monotonic() + LOCKED_S
                 try:
-                    with self._randomness.drawn() if here or iterator is None else nullcontext():
+                    with self._randomness.seeded() if in_process or iterator is None else nullcontext():
                         if iterator is None:
                             iterator = iter(self._object)
                             continue
-                        found.append(next(iterator))
-                        while here and len(found) < _BLOCK_ROWS and time.monotonic() < until:
-                            found.append(next(iterator))
+                        elements.append(next(iterator))
+                        while in_process and len(elements) < _BLOCK_ROWS and time.monotonic() < deadline_s:
+                            elements.append(next(iterator))
                 except Exception as error:
                     failure = error
-                yield from found
-                number += len(found)
+                yield from elements
+                number += len(elements)
             if not isinstance(failure, StopIteration):
-                raise self._failed(failure, number) from None
+                raise self._element_error(failure, number) from None
         finally:
             iterator = None
             if failure is not None:
                 failure.__traceback__ = None  # it holds the iterator too, and with it the processes of a loader
 
-    def _failed(self, error: Exception, number: int) -> TrainwrightError:
-        """The error of an element, in words; of a loader process, torch puts its whole traceback into the message."""
+    def _element_error(self, error: Exception, number: int) -> TrainwrightError:
+        """Return the error of an element, without the traceback that torch adds to errors of loader processes."""
         size = self._object.batch_size if self._batched else None
         row = f"row {self._part.row(number)}" if not self._batched else f"batch {number}"
         row += f", rows from {number * size} on" if size else ""
-        said = str(error).strip().splitlines() or [""]
-        told = said[-1] if said[0].startswith("Caught ") else f"{type(error).__name__}: {said[0]}"
+        lines = str(error).strip().splitlines() or [""]
+        message = lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
         return UserCodeError(
-            f"{self._source.kind} raised {told}",
+            f"{self._source.kind} raised {message}",
             where=f"{self._where}, {row}",
             remedy="correct it, or the data that it reads",
             detail=user_traceback(error),
         )
 
 
-def _copied(given: Any, where: str) -> Any:
+def _pickled_copy(value: Any, where: str) -> Any:
     try:
-        pickled = dumps(given)
+        pickled = dumps(value)
     except Exception as error:  # cloudpickle raises whatever the object's own pickling raises
         raise DataError(
-            f"this {type(given).__name__} cannot be sent to the workers: {type(error).__name__}: {error}",
+            f"this {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}",
             where=where,
             remedy="give a function that makes it",
         ) from error
     return loads(pickled)
 
 
-def _parts_of(made: Any) -> list[Any]:
-    """The object and what it reads from, each once."""
-    parts = [made, *(getattr(made, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+def _parts_of(iterable: Any) -> list[Any]:
+    """Return the object, its data set and its samplers, without duplicates."""
+    parts = [iterable, *(getattr(iterable, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
     parts.append(getattr(parts[-1], "sampler", None))
     return list({id(part): part for part in parts if part is not None}.values())
 
 
 def _refuse_share(part: Any, where: str) -> None:
-    """Raise DataError for a sampler or data set that gives the rows of one rank only."""
+    """Raise DataError for a sampler or data set that yields only the rows of one rank."""
     if getattr(part, "num_replicas", 1) > 1 or getattr(getattr(part, "_distributed", None), "world_size", 1) > 1:
         raise DataError(
             f"its {type(part).__name__} gives the rows of one rank only",
@@ -518,27 +517,27 @@ def _split_by_node() -> Any:
 
 
 def _rows_of_batch(batch: Any, columns: Sequence[str] | None, where: str) -> _Values:
-    """Rows of a batch: of one value for each row by column, as torch collates, or of samples. Raises DataError."""
+    """Return the rows of a batch: of collated columns, as in torch, or of a list of samples. Raises DataError."""
     if isinstance(batch, list) and batch and isinstance(batch[0], Mapping | tuple):
         return _columns_of([sample_arrays(sample, columns, where) for sample in batch], where)
     texts = isinstance(batch, list) and batch and isinstance(batch[0], str | bytes)
     named = named_values(tuple(batch) if isinstance(batch, list) and not texts else batch, columns, where)
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, values in named.items():
-        told = f"{where}, column {name!r}"
+        place = f"{where}, column {name!r}"
         if isinstance(values, list | tuple):
-            found[name] = [to_array_of(value, told) for value in values]
+            arrays[name] = [to_array_of(value, place) for value in values]
         else:
-            found[name] = np.array(to_array_of(values, told))  # a copy: the memory may be the user's or a process's
-    counts = {name: len(values) if isinstance(values, list) or values.ndim else 0 for name, values in found.items()}
+            arrays[name] = np.array(to_array_of(values, place))  # a copy: the memory may be the user's or a process's
+    counts = {name: len(values) if isinstance(values, list) or values.ndim else 0 for name, values in arrays.items()}
     if len(set(counts.values())) != 1 or not all(counts.values()):
-        listed = ", ".join(f"{name!r} {count}" for name, count in counts.items())
+        words = ", ".join(f"{name!r} {count}" for name, count in counts.items())
         raise DataError(
-            f"the columns of a batch differ in their number of rows: {listed}",
+            f"the columns of a batch differ in their number of rows: {words}",
             where=where,
             remedy="collate dicts or tuples whose values have one row for each sample",
         )
-    return found
+    return arrays
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]], where: str) -> _Values:
@@ -547,14 +546,14 @@ def _columns_of(rows: Sequence[Mapping[str, Any]], where: str) -> _Values:
 
 
 class _PassRandomness:
-    """The states of the global generators that a pass draws from, which differ from those that steps draw from."""
+    """The states of the global random generators for a pass, which differ from the states for steps."""
 
     def __init__(self, seed: int) -> None:
         self._restore: Callable[[], None] = partial(seed_generators, seed)
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Let the pass draw where it drew last; no step draws meanwhile."""
+    def seeded(self) -> Iterator[None]:
+        """Use the states of the pass inside the block, while no step uses the generators."""
         with GENERATORS_LOCK, preserve_generators("cpu"):
             self._restore()
             yield
@@ -562,25 +561,25 @@ class _PassRandomness:
 
 
 class _SeededSampler:
-    """A sampler that draws from generators of its own. A loader with processes asks for its numbers between steps."""
+    """A sampler with its own generator states, for a loader with processes, which samples between steps."""
 
     def __init__(self, sampler: Any, randomness: _PassRandomness) -> None:
         self._sampler, self._randomness = sampler, randomness
 
     def __iter__(self) -> Iterator[Any]:
-        with self._randomness.drawn():
+        with self._randomness.seeded():
             numbers = iter(self._sampler)
         while True:
-            found: list[Any] = []  # several at a time: the lock may be held for a whole step
-            until = time.monotonic() + LOCKED_S
-            with self._randomness.drawn():
+            items: list[Any] = []  # several at a time: the lock may be held for a whole step
+            deadline_s = time.monotonic() + LOCKED_S
+            with self._randomness.seeded():
                 for item in islice(numbers, _BLOCK_ROWS):
-                    found.append(item)
-                    if time.monotonic() > until:
+                    items.append(item)
+                    if time.monotonic() > deadline_s:
                         break
-            if not found:
+            if not items:
                 return
-            yield from found
+            yield from items
 
     def __len__(self) -> int:
         return len(self._sampler)
