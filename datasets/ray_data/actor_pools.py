@@ -50,9 +50,9 @@ class _TransformActor:
         return f"{socket.gethostname()}, pid {os.getpid()}"
 
     def compute(self, recipe: Sequence[Any], block: pa.Table, stage: int) -> tuple[pa.Table, Piece]:
-        """Take the piece of a block through a stage. Returns the block, and the piece without its rows."""
-        made = run_stage(recipe[0], block, stage)
-        return made, piece_summary(made)
+        """Apply a stage to the piece of a block. Returns the block, and the piece without its rows."""
+        result = run_stage(recipe[0], block, stage)
+        return result, piece_summary(result)
 
     def close(self) -> None:
         """Close the object of the user's class."""
@@ -64,7 +64,7 @@ class _TransformActor:
 class _PendingPiece:
     """One piece on its way through a pool."""
 
-    place: tuple[int, ...]  # in the order in which pieces are wanted
+    place: tuple[int, ...]  # in the order in which consumers need the pieces
     arguments: tuple[Any, ...]  # of `_TransformActor.compute`
     wanted: Callable[[], bool]  # whether a consumer still waits for it
     done: asyncio.Future[Any]  # result of `TransformPool.compute`
@@ -73,7 +73,7 @@ class _PendingPiece:
 
 @dataclass(kw_only=True, eq=False)
 class _InFlight:
-    """The pieces of an actor, in order; it computes the first, and `silence` starts when it can begin with that."""
+    """The pieces of an actor, in order. The actor computes the first; `silence` starts once it can begin."""
 
     works: list[_PendingPiece] = field(default_factory=list)
     silence: SilenceTimer = field(default_factory=lambda: SilenceTimer(looked_s=time.monotonic()))
@@ -90,7 +90,7 @@ class _InFlight:
         return self.silence.end(time.monotonic())
 
     async def silent(self, pace: BatchDurations) -> float:
-        """Wait until the silence counts as a hang, and return the limit in seconds."""
+        """Wait until the silence lasts too long, and return its limit in seconds."""
         while True:
             if self.works and self.silence.look(time.monotonic()) >= (limit_s := pace.limit_s(self.works[0].deaths)):
                 return limit_s
@@ -135,25 +135,25 @@ class TransformPool:
     async def compute(
         self, recipe: Any, block: Any, stage: int, label: SharePart, wanted: Callable[[], bool]
     ) -> tuple[Any, Piece] | None:
-        """Return the block that a stage makes of another, and its piece without the rows.
+        """Return the output block of a stage, and its piece without the rows.
 
-        None where no consumer waits for it any more.
+        Returns None if no consumer waits for it any more.
 
         Raises:
             UserCodeError, DataError: the user's class cannot be opened, or ends each process that it runs in.
-            RayError: the block that it is made of is lost.
+            RayError: the input block is lost.
         """
         self.open()
         if self._failed is not None:
             raise self._failed
         done = asyncio.get_running_loop().create_future()
         place = (label.step, label.rank, label.part)
-        self._put(_PendingPiece(place=place, arguments=([recipe], block, stage), wanted=wanted, done=done))
-        made: tuple[Any, Piece] | None = await done
-        return made
+        self._enqueue(_PendingPiece(place=place, arguments=([recipe], block, stage), wanted=wanted, done=done))
+        result: tuple[Any, Piece] | None = await done
+        return result
 
     async def close(self) -> None:
-        """End the actors, each after the `close` of what it holds."""
+        """End the actors, each after the `close` of its transform."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -163,7 +163,7 @@ class TransformPool:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _put(self, work: _PendingPiece) -> None:
+    def _enqueue(self, work: _PendingPiece) -> None:
         self._queue.put_nowait((work.place, next(self._numbers), work))
 
     async def _keep_running(self) -> None:
@@ -175,7 +175,7 @@ class TransformPool:
             actor = kind.remote()
             self._actors.append(actor)
             try:
-                if where := await self._opened(actor):
+                if where := await self._open_on_actor(actor):
                     self._open += 1
                     try:
                         await self._serve(actor, where)
@@ -186,8 +186,8 @@ class TransformPool:
             self._actors.remove(actor)
             ray.kill(actor)
 
-    async def _opened(self, actor: Any) -> str:
-        """Open the transform on an actor. Returns node and process; an empty text where it failed or died."""
+    async def _open_on_actor(self, actor: Any) -> str:
+        """Open the transform on an actor. Returns node and process; an empty text if it failed or died."""
         try:
             answer: TrainwrightError | str = await actor.open.remote([self.recipe], self.stage)
         except RayActorError as death:
@@ -202,9 +202,9 @@ class TransformPool:
         return answer
 
     async def _serve(self, actor: Any, where: str) -> None:
-        """Give an actor pieces until it dies or hangs, and put its pieces back in the queue."""
+        """Send pieces to an actor until it dies or hangs, and put its pieces back in the queue."""
         flight = _InFlight()
-        tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_PIECES_IN_FLIGHT)]
+        tasks = [asyncio.create_task(self._compute_pieces(actor, flight)) for _ in range(_PIECES_IN_FLIGHT)]
         tasks.append(asyncio.create_task(self._watch(flight)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -221,12 +221,12 @@ class TransformPool:
         for number, work in enumerate(flight.works):
             work.deaths += number == 0  # the other pieces waited for this one
             if work.deaths < MAX_DEATHS:
-                self._put(work)
+                self._enqueue(work)
             else:
                 when = f"each time it was given this batch ({_rows(work)})"
                 work.done.set_exception(_lost_actor_error(self.name, how, when, why or str(end)))
 
-    async def _take(self, actor: Any, flight: _InFlight) -> None:
+    async def _compute_pieces(self, actor: Any, flight: _InFlight) -> None:
         while True:
             _, _, work = await self._queue.get()
             if not work.wanted():
@@ -234,18 +234,18 @@ class TransformPool:
                 continue
             flight.add(work)
             try:
-                block, taken = actor.compute.options(num_returns=2).remote(*work.arguments)
-                made = block, await taken
+                block, piece = actor.compute.options(num_returns=2).remote(*work.arguments)
+                result = block, await piece
             except RayActorError:
                 raise
             except RayError as error:
                 work.done.set_exception(error)
             else:
-                work.done.set_result(made)
+                work.done.set_result(result)
             self.pace.took(flight.done(work))
 
     async def _watch(self, flight: _InFlight) -> None:
-        """Raises HangError once an actor is silent for too long."""
+        """Raise HangError once an actor is silent for too long."""
         limit_s = await flight.silent(self.pace)
         raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{self.pace.usual}")
 
@@ -257,24 +257,24 @@ class TransformPool:
 
 
 def pool_groups(recipes: Sequence[PipelineSpec]) -> list[tuple[BatchMap, list[_StageKey]]]:
-    """Heavy transforms on actors, each with the stages that share its pool: the same class, arguments and needs."""
-    found: dict[tuple[Any, ...], tuple[BatchMap, list[_StageKey]]] = {}
+    """Return heavy transforms on actors, each with the stages of its pool: the same class, arguments and needs."""
+    groups: dict[tuple[Any, ...], tuple[BatchMap, list[_StageKey]]] = {}
     for source, recipe in enumerate(recipes):
         for stage in recipe.on_actors:
             step = recipe.heavy(stage)
             key = getattr(step.function, "key", (source, stage)), step.cpus, step.gpus
-            found.setdefault(key, (step, []))[1].append((source, stage))
-    return list(found.values())
+            groups.setdefault(key, (step, []))[1].append((source, stage))
+    return list(groups.values())
 
 
 def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
-    """Divide the CPUs and GPUs for Ray Data: actors of each of `pool_groups`, and what is left for tasks.
+    """Divide the CPUs and GPUs for Ray Data: return the actors of each of `pool_groups`, and the rest for tasks.
 
-    Each pool gets one actor, and more in turn while there is room. The tasks count as one more pool, whose members
-    need as much as the largest task.
+    Each pool gets one actor, and further ones in turn while resources are left. The tasks count as one more pool, whose
+    members need as much as the largest task.
 
     Raises:
-        ResourceError: there is no room for one each.
+        ResourceError: the resources do not suffice for one each.
     """
     first = [step for step, _ in pool_groups(recipes)]
     tasks = [recipe.heavy(stage) for recipe in recipes for stage in range(1, recipe.on_actors.start)]
@@ -298,18 +298,18 @@ def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) 
     return counts[: len(first)], left
 
 
-def _require_resources(name: str, need: float, there: float, steps: Sequence[BatchMap]) -> None:
-    if need <= there + 1e-6:
+def _require_resources(name: str, need: float, available: float, steps: Sequence[BatchMap]) -> None:
+    if need <= available + 1e-6:
         return
     asking = list(dict.fromkeys(function_name(step.function) for step in steps if step.needs[name]))
     raise ResourceError(
-        f"{_asking(asking)} for {need:g} {name}s and {there:g} are left for Ray Data",
+        f"{_asking_text(asking)} for {need:g} {name}s and {available:g} are left for Ray Data",
         where="map_batches",
-        remedy=f"declare {there:g} {name}s or fewer in all, or leave more: set fewer workers",
+        remedy=f"declare {available:g} {name}s or fewer in all, or leave more: set fewer workers",
     )
 
 
-def _asking(names: Sequence[str]) -> str:
+def _asking_text(names: Sequence[str]) -> str:
     """`the transform a asks`, `the transforms a and b ask`."""
     if len(names) == 1:
         return f"the transform {names[0]} asks"

@@ -57,31 +57,31 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec:
-    """A streamed data set, as any process can execute it."""
+    """A streamed data set that any process can execute."""
 
     make: bytes  # the Dataset, or a function of the epoch that returns one, pickled
     rows: int  # of a pass
     passes: int  # of the run, at most
-    exact: bool  # whether a pass must end after that many rows; otherwise later rows are left out
+    exact: bool  # whether a pass must end after that many rows; otherwise later rows are ignored
     first: str  # digest of the first rows of the first pass, which each execution must have; empty for any
     name: str
-    counted: tuple[Block, ...] = ()  # those of a pass that was executed before the run, where they are kept
-    counted_passes: int = 1  # which take these blocks
+    counted: tuple[Block, ...] = ()  # stored blocks of a pass that was executed before the run
+    counted_passes: int = 1  # passes that use these blocks
 
     def blocks(self, epoch: int, free: Mapping[str, float] | None = None) -> Iterator[Block]:
-        """Execute a pass; give its blocks that are not empty, in order.
+        """Execute a pass, and yield its non-empty blocks in order.
 
         Args:
-            free: CPUs and GPUs that Ray Data may use; by default what it finds free.
+            free: CPUs and GPUs that Ray Data may use; by default all free ones.
 
         Raises:
             UserCodeError, DataError: a function of the user or a source failed, or the pass has another length.
         """
         first, begin = 0, epoch * self.rows
         counted: Iterable[Block] = self.counted if epoch < self.counted_passes else ()
-        found = counted or execute(open_dataset(loads(self.make), epoch, self.name), self.name, free)
+        blocks = counted or execute(open_dataset(loads(self.make), epoch, self.name), self.name, free)
         digest = "" if counted or epoch else self.first
-        for block in found:
+        for block in blocks:
             if digest and not first and hash_values([first_rows(ray.get(block.reference), self.name)]) != digest:
                 raise DataError(
                     f"the data set gives other rows among its first {_SAMPLED_ROWS} each time it is executed",
@@ -109,22 +109,22 @@ class StreamSpec:
 
 def open_dataset(make: Any, epoch: int, where: str) -> Any:
     """Return the Ray Dataset of an epoch. Raises UserCodeError, DataError."""
-    made = make
-    if not is_ray_dataset(made):
+    dataset = make
+    if not is_ray_dataset(dataset):
         with user_code("the function given to from_ray", "see the error above", where):
-            made = make(epoch)
-    if not is_ray_dataset(made):
-        raise DataError(f"a {type(made).__name__} is no Ray Dataset", where=where, remedy="give a ray.data.Dataset")
-    return made
+            dataset = make(epoch)
+    if not is_ray_dataset(dataset):
+        raise DataError(f"a {type(dataset).__name__} is no Ray Dataset", where=where, remedy="give a ray.data.Dataset")
+    return dataset
 
 
 def is_ray_dataset(value: Any) -> bool:
-    """Return whether it is a `ray.data.Dataset`, without importing it."""
+    """Return whether `value` is a `ray.data.Dataset`, without importing Ray Data."""
     return hasattr(value, "iter_internal_ref_bundles")
 
 
 def execute(dataset: Any, where: str, free: Mapping[str, float] | None = None) -> Generator[Block, None, None]:
-    """Execute a Ray Dataset in order; give each block that is not empty."""
+    """Execute a Ray Dataset in order, and yield each non-empty block."""
     try:
         with _settings(dataset, free):
             for bundle in dataset.iter_internal_ref_bundles():
@@ -148,14 +148,14 @@ def execute(dataset: Any, where: str, free: Mapping[str, float] | None = None) -
 
 @contextlib.contextmanager
 def _settings(dataset: Any, free: Mapping[str, float] | None) -> Iterator[None]:
-    """Let a Ray Dataset be executed in order and in silence, with these CPUs and GPUs."""
+    """Configure a Ray Dataset to execute in order and without output, with these CPUs and GPUs."""
     from ray.data import ExecutionResources
 
     context, options, log = dataset.context, dataset.context.execution_options, logging.getLogger("ray.data")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what goes wrong is raised
+    log.setLevel(logging.CRITICAL)  # errors are raised
     before = context.enable_progress_bars, context.print_on_execution_start, context.raise_original_map_exception
-    kept = options.preserve_order, options.resource_limits
+    options_before = options.preserve_order, options.resource_limits
     context.enable_progress_bars = context.print_on_execution_start = False
     context.raise_original_map_exception = True
     options.preserve_order = True
@@ -165,7 +165,7 @@ def _settings(dataset: Any, free: Mapping[str, float] | None) -> Iterator[None]:
         yield
     finally:
         context.enable_progress_bars, context.print_on_execution_start, context.raise_original_map_exception = before
-        options.preserve_order, options.resource_limits = kept
+        options.preserve_order, options.resource_limits = options_before
         log.setLevel(level)
 
 
@@ -177,7 +177,7 @@ def block_table(block: Any) -> pa.Table:
 
 
 def first_rows(block: Any, where: str) -> Arrays:
-    """Return the first rows of a block, which tell one execution from another."""
+    """Return the first rows of a block, which identify an execution."""
     table = block_table(block).slice(0, _SAMPLED_ROWS)
     return block_arrays(table, table.column_names, f"{where}, first block")
 
@@ -193,7 +193,7 @@ def block_arrays(block: Any, columns: Sequence[str], where: str) -> Arrays:
 
 
 class _StreamActor:
-    """Class of the actor: a window for each streamed data set, which is known by its number here.
+    """Class of the actor: a window for each streamed data set, which its number identifies.
 
     Asynchronous, so that any number of consumers may wait.
 
@@ -218,10 +218,10 @@ class _StreamActor:
 
 
 class _Window:
-    """The blocks of one stream that are kept. Only the event loop changes it.
+    """The blocks of one stream in memory. Only the event loop changes it.
 
     Args:
-        store_bytes: of the object store, of which it may take a part.
+        store_bytes: of the object store, of which the window may use a part.
     """
 
     def __init__(self, spec: StreamSpec, free: Mapping[str, float], store_bytes: float = math.inf) -> None:
@@ -229,71 +229,71 @@ class _Window:
         self._most_ahead = min(_AHEAD_BYTES, max(_AHEAD_SHARE * store_bytes, _LEAST_AHEAD_BYTES))
         self._most_behind = min(_BEHIND_BYTES, max(_BEHIND_SHARE * store_bytes, _LEAST_BEHIND_BYTES))
         self._kept = deque[Block]()
-        self._run = 0  # number of the execution; another one replaces it
-        self._going = False
+        self._run = 0  # number of the current execution
+        self._running = False
         self._begin = self._next = 0  # the first row kept, and the row after the last
-        self._low = self._high = 0  # the furthest rows that were asked for
+        self._low = self._high = 0  # the furthest rows that were requested
         self._error: TrainwrightError | None = None
         self._waits = 0  # consumers that wait for rows of this execution
         self._news = asyncio.Event()
 
     async def blocks(self, low: int, high: int, deadline_s: float, lost: int) -> DeliveryReply:
-        """Return the blocks that hold the rows from `low` up to `high`, numbered over all passes.
+        """Return the blocks with the rows from `low` up to `high`, numbered over all passes.
 
         Args:
             deadline_s: to wait for them.
-            lost: the execution whose blocks are lost, so that the data set is executed again; -1 for none.
+            lost: number of an execution whose blocks are lost, so that the data set is executed again; -1 for none.
         """
-        until = time.monotonic() + deadline_s
-        if lost == self._run:  # else another consumer has told of it
+        end_s = time.monotonic() + deadline_s
+        if lost == self._run:  # else another consumer has reported it
             self._forget_counted()
             self.stop()
         try:
             while True:
                 if not self._covers(low):
                     if self._waits:  # consumers of the current execution come first
-                        await self._wait(until)
+                        await self._wait(end_s)
                     else:
                         self._start(low)
                     continue
-                self._want(low, high)
+                self._note_request(low, high)
                 if self._next >= high:
-                    found = tuple(each for each in self._kept if each.first < high and each.first + each.rows > low)
-                    return DeliveryReply(run=self._run, blocks=found)
+                    result = tuple(each for each in self._kept if each.first < high and each.first + each.rows > low)
+                    return DeliveryReply(run=self._run, blocks=result)
                 if self._error is not None:
                     self.stop()
                     return DeliveryReply(error=self._error)
                 self._waits += 1
                 try:
-                    await self._wait(until)
+                    await self._wait(end_s)
                 finally:
                     self._waits -= 1
         except TimeoutError:
-            given = ", ".join(f"{number:g} {name}s" for name, number in self._free.items())
+            resources = ", ".join(f"{number:g} {name}s" for name, number in self._free.items())
             error = HangError(
-                f"Ray Data with {given} delivered no rows within {deadline_s:g} s",
+                f"Ray Data with {resources} delivered no rows within {deadline_s:g} s",
                 where=f"{self._spec.name}, rows {low} to {high}",
                 remedy="leave more CPUs free for Ray Data (fewer workers), or make the data set quicker",
             )
             return DeliveryReply(error=error)
         finally:
-            self._tell()  # those who wait for another pass may start it now
+            self._notify()  # consumers that wait for another pass may start it now
 
     def stop(self) -> None:
         """End the execution at its next block."""
-        self._run, self._going = self._run + 1, False
+        self._run, self._running = self._run + 1, False
         self._kept.clear()
-        self._tell()
+        self._notify()
 
     def _covers(self, low: int) -> bool:
-        """Whether the row is kept, or comes in the pass that is executed or in the next one."""
-        return self._going and self._begin <= low < (self._next // self._spec.rows + 2) * self._spec.rows
+        """Whether the row is kept, or is in the rest of the current pass or in the next one."""
+        return self._running and self._begin <= low < (self._next // self._spec.rows + 2) * self._spec.rows
 
-    def _want(self, low: int, high: int) -> None:
-        """Note what was asked for, and drop what nobody will ask for again."""
+    def _note_request(self, low: int, high: int) -> None:
+        """Record the requested rows, and drop blocks that no consumer will request again."""
         self._low, self._high = max(self._low, low), max(self._high, high)
         self._trim()
-        self._tell()
+        self._notify()
 
     def _forget_counted(self) -> None:
         if self._spec.counted:
@@ -307,9 +307,9 @@ class _Window:
             self._begin = dropped.first + dropped.rows
 
     def _start(self, low: int) -> None:
-        """Execute the pass that holds this row, and those after it."""
+        """Execute the pass with this row, and the later passes."""
         self.stop()
-        self._going, self._error = True, None
+        self._running, self._error = True, None
         self._begin = self._next = low - low % self._spec.rows
         self._low = self._high = low
         arguments = self._run, low, asyncio.get_running_loop()
@@ -323,7 +323,7 @@ class _Window:
 
         try:
             for epoch in range(low // self._spec.rows, self._spec.passes):
-                # So that the next pass, which is executed, begins at once.
+                # The next pass, which must be executed, then starts at once.
                 at_once = epoch == 0 and self._spec.counted_passes == 1 and bool(self._spec.counted)
                 for block in self._spec.blocks(epoch, self._free):
                     if not call(self._arrived(run, block, at_once)):
@@ -332,10 +332,10 @@ class _Window:
             call(self._failed(run, as_our_error(raised, "the Ray Dataset", self._spec.name)))
 
     async def _arrived(self, run: int, block: Block, at_once: bool) -> bool:
-        """Keep a block once there is room, or at once where it lies in the object store anyway.
+        """Keep a block once there is space, or at once if it is stored already.
 
         Returns:
-            False in an execution that was replaced.
+            False if the execution was replaced.
         """
         while not at_once and run == self._run and self._ahead_bytes() >= self._most_ahead:
             await self._news.wait()
@@ -346,21 +346,21 @@ class _Window:
         if self._next >= self._spec.rows * self._spec.counted_passes:
             self._forget_counted()
         self._trim()
-        self._tell()
+        self._notify()
         return True
 
     async def _failed(self, run: int, error: TrainwrightError) -> None:
         if run == self._run:
             self._error = error
-            self._tell()
+            self._notify()
 
     def _ahead_bytes(self) -> int:
         return sum(block.size_bytes for block in self._kept if block.first >= self._high)
 
-    async def _wait(self, until: float) -> None:
-        await asyncio.wait_for(self._news.wait(), until - time.monotonic())
+    async def _wait(self, end_s: float) -> None:
+        await asyncio.wait_for(self._news.wait(), end_s - time.monotonic())
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
@@ -390,11 +390,11 @@ class StreamRows:
         self._lock = threading.Lock()
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
-        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape).
+        """Return columns of the rows of a pass, in the requested order: fresh arrays (rows, *shape).
 
         Raises:
-            UserCodeError, DataError: as the data set or its functions raised it.
-            HangError: nothing came within the deadline.
+            UserCodeError, DataError: an error of the data set or its functions.
+            HangError: no rows were delivered within the deadline.
         """
         places = rows + epoch * self._index.rows
         with self._lock:
@@ -404,36 +404,36 @@ class StreamRows:
 
     def close(self) -> None:
         """End the actor with its executions, for all data sets and readers."""
-        with contextlib.suppress(RayError):  # it is killed all the same
+        with contextlib.suppress(RayError):  # it is killed in any case
             ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
         ray.kill(self._actor)
 
     def _load(self, low: int, high: int) -> None:
-        """Keep the blocks that hold these rows, and no others; get them again where they are lost."""
-        kept = {first: block for first, block in self._kept.items() if first < high and block[0] > low}
+        """Keep only the blocks with these rows, and fetch missing or lost ones."""
+        blocks = {first: block for first, block in self._kept.items() if first < high and block[0] > low}
         run = -1
 
         def attempt(lost: bool) -> dict[int, tuple[int, Arrays]]:
             nonlocal run
-            asked = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
-            reply: DeliveryReply = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+            request = self._actor.blocks.remote(self._source, low, high, self._deadline_s, run if lost else -1)
+            reply: DeliveryReply = ray.get(request, timeout=self._deadline_s + SLACK_S)
             if reply.error is not None:
                 raise reply.error
             run = reply.run
-            return self._arrays(reply.blocks, kept)
+            return self._arrays(reply.blocks, blocks)
 
-        if not _is_whole(kept, low, high):
-            kept = fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")
-        self._kept = kept
+        if not _covers_rows(blocks, low, high):
+            blocks = fetch_from_actor(attempt, self._deadline_s, f"rows {low} to {high}")
+        self._kept = blocks
 
-    def _arrays(self, blocks: Sequence[Block], kept: Mapping[int, tuple[int, Arrays]]) -> dict[int, tuple[int, Arrays]]:
-        found = {block.first: kept.get(block.first, (0, {})) for block in blocks}
-        new = [block for block in blocks if found[block.first][0] != block.first + block.rows]
+    def _arrays(self, blocks: Sequence[Block], prev: Mapping[int, tuple[int, Arrays]]) -> dict[int, tuple[int, Arrays]]:
+        result = {block.first: prev.get(block.first, (0, {})) for block in blocks}
+        new = [block for block in blocks if result[block.first][0] != block.first + block.rows]
         contents = ray.get([block.reference for block in new], timeout=DEADLINE_S)
         for block, content in zip(new, contents, strict=True):
             arrays = stream_arrays(block, content, self._index, self._schema, self._name)
-            found[block.first] = block.first + block.rows, arrays
-        return found
+            result[block.first] = block.first + block.rows, arrays
+        return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamRows, (
@@ -442,7 +442,7 @@ class StreamRows:
 
 
 def stream_arrays(block: Block, content: Any, index: Index, columns: Iterable[str], name: str) -> Arrays:
-    """Return the columns of a block of a stream. Raises DataError where they are not those of the index."""
+    """Return the columns of a block of a stream. Raises DataError if they differ from the index."""
     epoch, first = divmod(block.first, index.rows)
     where = f"{name}, epoch {epoch}, block of rows {first} to {first + block.rows - 1}"
     arrays = block_arrays(content, list(columns), where)
@@ -450,12 +450,12 @@ def stream_arrays(block: Block, content: Any, index: Index, columns: Iterable[st
     return arrays
 
 
-def _is_whole(kept: Mapping[int, tuple[int, Arrays]], low: int, high: int) -> bool:
-    """Whether blocks, in the order of their rows, hold all rows from `low` up to `high`."""
-    for first in sorted(kept):
+def _covers_rows(blocks: Mapping[int, tuple[int, Arrays]], low: int, high: int) -> bool:
+    """Return whether blocks have all rows from `low` up to `high`."""
+    for first in sorted(blocks):
         if first > low:
             return False
-        low = kept[first][0]
+        low = blocks[first][0]
     return low >= high
 
 
@@ -471,10 +471,10 @@ def start_streams(
         datasets: `Dataset` of a Ray Dataset, with its index, and the passes of the run.
         columns: that the run needs; None for all.
         free: CPUs and GPUs that Ray Data may use.
-        least_s: that a consumer waits for rows before it gives up.
+        least_s: shortest deadline of a consumer that waits for rows.
 
     Raises:
-        ResourceError: the data sets need more.
+        ResourceError: the data sets need more than `free`.
     """
     _require_resources(datasets, free)
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_StreamActor)
@@ -489,12 +489,12 @@ def start_streams(
 
 
 def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping[str, float]) -> None:
-    for name, there in free.items():
+    for name, room in free.items():
         need = least_resources([data.source.needs for data, _, _ in datasets], name)
-        if need > there + 1e-6:
-            listed = " and ".join(dict.fromkeys(repr(data) for data, _, _ in datasets))
+        if need > room + 1e-6:
+            names = " and ".join(dict.fromkeys(repr(data) for data, _, _ in datasets))
             raise ResourceError(
-                f"{listed} needs {need:g} {name}s for its actors and its largest task, and {there:g} are left for Ray "
+                f"{names} needs {need:g} {name}s for its actors and its largest task, and {room:g} are left for Ray "
                 "Data",
                 where="from_ray",
                 remedy=f"give its functions fewer {name}s (num_{name.lower()}s= of map_batches, fewer actors), or set "
@@ -506,7 +506,7 @@ def _require_resources(datasets: Sequence[tuple[Any, Index, int]], free: Mapping
 
 
 def resource_needs(dataset: Any) -> dict[str, tuple[float, float]]:
-    """Return, of CPUs and GPUs, what the actors of a Ray Dataset hold, and what its largest task takes."""
+    """Return CPUs and GPUs by name: the need of all actors of a Ray Dataset, and of its largest task."""
     from ray.data import ActorPoolStrategy
 
     actors, task = {"CPU": 0.0, "GPU": 0.0}, {"CPU": 1.0, "GPU": 0.0}
@@ -522,7 +522,7 @@ def resource_needs(dataset: Any) -> dict[str, tuple[float, float]]:
 
 
 def known_rows(dataset: Any) -> int | None:
-    """Return the rows of a Ray Dataset where that needs no execution, or only a look at the metadata of files."""
+    """Return the rows of a Ray Dataset if file metadata or less gives them; None if it must be executed."""
     rows: int | None = dataset._meta_count()
     if rows is None and is_plain_read(dataset):
         with _settings(dataset, None):
@@ -531,9 +531,9 @@ def known_rows(dataset: Any) -> int | None:
 
 
 def is_plain_read(dataset: Any) -> bool:
-    """Return whether a Ray Dataset reads, by Ray Data's own means and in one order, and does nothing else.
+    """Return whether a Ray Dataset only reads, with data sources of Ray Data and in a fixed order.
 
-    A data source or function of the user's may give other rows in each pass, and shuffled files another order.
+    A user's data source or function may give other rows in each pass, and shuffled files another order.
     """
     return all(map(_is_plain, _operators(dataset)))
 
@@ -541,11 +541,11 @@ def is_plain_read(dataset: Any) -> bool:
 def _is_plain(operator: Any) -> bool:
     source = getattr(operator, "datasource", None)
     shuffle = getattr(operator, "shuffle_config_factory", lambda: None)()
-    changes = [getattr(source, name, None) for name in ("_block_udf", "_shuffle")] + [
+    user_functions = [getattr(source, name, None) for name in ("_block_udf", "_shuffle")] + [
         getattr(operator, "block_udf", None)
     ]
-    own = source is None or type(source).__module__.startswith("ray.")
-    return type(operator).__name__ in _READS and own and shuffle is None and not any(changes)
+    reads_by_ray = source is None or type(source).__module__.startswith("ray.")
+    return type(operator).__name__ in _READS and reads_by_ray and shuffle is None and not any(user_functions)
 
 
 _READS = frozenset({"Read", "ListFiles", "ReadFiles"})  # names of Ray Data's operators
@@ -560,15 +560,15 @@ def _operators(dataset: Any) -> Iterator[Any]:
 
 
 def whole_dataset(value: Any) -> Any:
-    """Return the Ray Dataset behind what `ray.train.get_dataset_shard` gives, and other values as they are.
+    """Return the Ray Dataset of a shard from `ray.train.get_dataset_shard`, and other values unchanged.
 
-    Raises DataError where Ray Train has ended what divides it.
+    Raises DataError if Ray Train has ended the actor that splits the data set.
     """
     from ray.data import DataIterator
 
     if not isinstance(value, DataIterator):
         return value
-    coordinator = getattr(value, "_coord_actor", None)  # of a data set that is divided among Ray Train's workers
+    coordinator = getattr(value, "_coord_actor", None)  # of a data set that is split among Ray Train's workers
     try:
         return _base_dataset(value) if coordinator is None else ray.get(coordinator.__ray_call__.remote(_base_dataset))
     except (RayError, AttributeError) as error:

@@ -27,7 +27,7 @@ from trainwright.datasets.ray_data.delivery_pipeline import PART_ROWS, DeliveryR
 from trainwright.datasets.ray_data.hang_timeout import BatchDurations
 from trainwright.datasets.ray_data.piece_blocks import Piece, piece_summary
 
-_REPLAY_CHUNKS = 4  # kept behind what a rank asked for last
+_REPLAY_CHUNKS = 4  # kept before the last chunk that a rank has requested
 _AHEAD_CHUNKS = 4  # computed ahead of the first rank, or more
 _AHEAD_PIECES = 2  # for each process of the stages, so that none is idle
 _AHEAD_SHARE = 0.25  # of the cluster's object store, which the pieces ahead may take
@@ -44,10 +44,10 @@ class _PipelineWindow:
     total: int  # number of data ranks
     parts: dict[_Label, dict[int, Any]] = field(default_factory=dict)  # blocks of finished pieces, by label
     counts: dict[_Label, int] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)  # by rank, the chunk asked for last
+    delivered_steps: dict[int, int] = field(default_factory=dict)  # by rank, the last chunk delivered
     floors: dict[int, int] = field(default_factory=dict)  # by rank, the first chunk still kept
     waits: int = 0  # consumers that wait for one of its shares
-    going: set[asyncio.Task[None]] = field(default_factory=set)  # pieces on their way through pool actors
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # pieces on their way through pool actors
     error: TrainwrightError | None = None  # why the pipeline ended early
 
     def complete(self, label: _Label) -> bool:
@@ -55,8 +55,8 @@ class _PipelineWindow:
         return label in self.counts and len(self.parts[label]) == self.counts[label]
 
     def wants(self, step: int, ahead: int) -> bool:
-        """Whether the chunk at `step` is at most `ahead` steps after those asked for."""
-        return step <= max(self.asked.values(), default=self.start) + ahead
+        """Whether the chunk at `step` is at most `ahead` steps after the last delivered one."""
+        return step <= max(self.delivered_steps.values(), default=self.start) + ahead
 
     def covers(self, step: int, rank: int, total: int, ahead: int) -> bool:
         """Whether the share is here or will come soon."""
@@ -76,7 +76,7 @@ class StageProgress:
     name: str  # of its function; `delivery_pipeline.READING` for the stage before the first heavy one
     slots: int  # processes that it may use at a time
     seconds: float  # of computation, over all processes
-    elapsed_s: float  # since the first piece was asked for
+    elapsed_s: float  # since the first request of a piece
 
     @property
     def busy(self) -> float:
@@ -90,34 +90,34 @@ class DeliveryActor:
     Asynchronous, so that any number of consumers may wait.
 
     Args:
-        recipes: pickled `PipelineSpec` of each data set; a data set is known by its number here.
+        recipes: pickled `PipelineSpec` of each data set; its number here identifies a data set.
         free: CPUs and GPUs that Ray Data may use.
         piece_s: longest time that a pool actor may take for a piece; see `BatchDurations`.
     """
 
     def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
         delivery_pipeline.allow_blocking_get()
-        made: list[PipelineSpec] = [loads(recipe) for recipe in recipes]
+        specs: list[PipelineSpec] = [loads(recipe) for recipe in recipes]
         stored = [ray.put(recipe) for recipe in recipes]
-        sizes, left = allocate_actors(made, free)
+        sizes, left = allocate_actors(specs, free)
         self._pools = list[TransformPool]()
         self._notes, self._noted = list[str](), asyncio.Event()
         shared: dict[tuple[int, int], TransformPool] = {}
-        for size, (step, slots) in zip(sizes, pool_groups(made), strict=True):
+        for size, (step, slots) in zip(sizes, pool_groups(specs), strict=True):
             source, stage = slots[0]
             pace = BatchDurations(most_s=piece_s)
             pool = TransformPool(step=step, recipe=stored[source], stage=stage, size=size, pace=pace, note=self._note)
             self._pools.append(pool)
             shared.update(dict.fromkeys(slots, pool))
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        room_bytes = _AHEAD_SHARE * resources.get("object_store_memory", math.inf) / len(made)
-        light = sum(not recipe.read_by_one for recipe in made)  # their readers hold CPUs side by side
+        room_bytes = _AHEAD_SHARE * resources.get("object_store_memory", math.inf) / len(specs)
+        light = sum(not recipe.read_by_one for recipe in specs)  # their readers hold CPUs side by side
         shares = {name: amount / max(light, 1) for name, amount in left.items()}
         self.feeders = []
-        for number, recipe in enumerate(made):
+        for number, recipe in enumerate(specs):
             pools = [shared[number, stage] for stage in recipe.on_actors]
-            own = left if recipe.read_by_one else shares
-            self.feeders.append(DatasetDelivery(number, recipe, stored[number], own, pools, room_bytes))
+            resources_of_reader = left if recipe.read_by_one else shares
+            self.feeders.append(DatasetDelivery(number, recipe, stored[number], resources_of_reader, pools, room_bytes))
 
     async def open(self) -> None:
         """Start the actors of all pools, so that they open while the workers do."""
@@ -145,7 +145,7 @@ class DeliveryActor:
         return notes
 
     async def close(self) -> None:
-        """End the actors of all pools, each after the `close` of what it holds."""
+        """End the actors of all pools, each after the `close` of its transform."""
         self._noted.set()  # ends a waiting `news`
         for pool in self._pools:
             await pool.close()
@@ -160,10 +160,10 @@ class DatasetDelivery:
 
     Args:
         source: its number.
-        recipe: how it is computed; `stored` references it, pickled.
+        recipe: its pipeline; `stored` references the pickled pipeline.
         free: CPUs and GPUs of tasks.
-        pools: actors of its stages that have some.
-        room_bytes: that the pieces ahead of the consumers may take; those of one chunk may take more.
+        pools: actors of its stages on actors.
+        room_bytes: limit of the pieces ahead of the consumers; the pieces of one chunk may exceed it.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class DatasetDelivery:
         ]
 
     async def admit(self, number: int, step: int) -> bool:
-        """Wait until a pipeline shall compute the chunk at `step`. Returns False where it was replaced."""
+        """Wait until a pipeline may compute the chunk at `step`. Returns False if it was replaced."""
         while (window := self._window) is not None and window.number == number:
             if window.wants(step, self._ahead()):
                 return True
@@ -214,7 +214,7 @@ class DatasetDelivery:
             deadline_s: to wait for the share.
             lost: the blocks of an earlier answer are lost; compute them again.
         """
-        until = time.monotonic() + deadline_s
+        end_s = time.monotonic() + deadline_s
         if lost and self._window is not None:
             self._window.trim(step + 1, rank, 0)
         try:
@@ -226,33 +226,33 @@ class DatasetDelivery:
                     if window.error is not None:
                         self._window = None
                         return DeliveryReply(error=window.error)
-                    await self._wait(until, window)
+                    await self._wait(end_s, window)
                 elif window is None or not window.waits:
                     self._start(step, total)
                 else:  # consumers of the current pipeline come first
-                    await self._wait(until, None)
+                    await self._wait(end_s, None)
         except TimeoutError:
-            given = f" with {self._given()}" if self._given() else ""
+            resources = f" with {self._resources_text()}" if self._resources_text() else ""
             error = HangError(
-                f"Ray Data{given} delivered nothing within {deadline_s:g} s",
+                f"Ray Data{resources} delivered nothing within {deadline_s:g} s",
                 where=f"data rank {rank}, step {step}",
                 remedy="leave more CPUs free for Ray Data (fewer workers), or make the transform quicker",
             )
             return DeliveryReply(error=error)
         finally:
-            self._tell()
+            self._notify()
 
-    async def _wait(self, until: float, window: _PipelineWindow | None) -> None:
+    async def _wait(self, end_s: float, window: _PipelineWindow | None) -> None:
         """Wait for a change; counted among the consumers that wait for `window`."""
         if window is not None:
             window.waits += 1
         try:
-            await asyncio.wait_for(self._news.wait(), until - time.monotonic())
+            await asyncio.wait_for(self._news.wait(), end_s - time.monotonic())
         finally:
             if window is not None:
                 window.waits -= 1
 
-    def _given(self) -> str:
+    def _resources_text(self) -> str:
         """Describe the resources, for an error."""
         pools = {pool.name: pool for pool in self._pools.values()}
         opening = [
@@ -262,12 +262,12 @@ class DatasetDelivery:
 
     def _answer(self, window: _PipelineWindow, step: int, rank: int) -> DeliveryReply:
         parts = window.parts[step, rank]
-        window.asked[rank] = step
+        window.delivered_steps[rank] = step
         window.trim(step, rank, self._steps(_REPLAY_CHUNKS))
         return DeliveryReply(blocks=tuple(parts[number] for number in sorted(parts)))
 
     def _start(self, step: int, total: int) -> None:
-        """Start a pipeline at a chunk; the one before ends at its next piece."""
+        """Start a pipeline at a chunk; the previous pipeline ends at its next piece."""
         self._begun_s = self._begun_s or time.monotonic()
         self._window = _PipelineWindow(number=next(self._pipelines), start=step, total=total)
         arguments = self._window, asyncio.get_running_loop(), self._handle()
@@ -280,38 +280,38 @@ class DatasetDelivery:
             pieces = self._recipe.pieces(window.start, window.total)
             gate = delivery_pipeline.ReadGate(handle, window.number, self._source)
             for block in delivery_pipeline.run_pipeline(self._stored, pieces, self._free, gate):
-                loop.call_soon_threadsafe(self._made, window, block, piece_summary(ray.get(block)))
+                loop.call_soon_threadsafe(self._take_block, window, block, piece_summary(ray.get(block)))
                 if self._window is not window:
                     return
             error = DataError(
                 "Ray Data ended before all data was delivered", remedy="run again with -v and look at its log"
             )
-        except Exception as raised:  # of Ray Data: the consumers raise it
+        except Exception as raised:  # an error of Ray Data, which the consumers raise
             error = delivery_pipeline.as_our_error(raised, "the Ray Data pipeline")
         loop.call_soon_threadsafe(self._ended, window, error)
 
-    def _made(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
-        """Take a block that Ray Data has made through the stages on actors."""
+    def _take_block(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
+        """Pass a block from Ray Data through the stages on actors."""
         if not self._pools:
             self._arrived(window, block, piece)
             return
-        going = asyncio.create_task(self._advance(window, block, piece))
-        window.going.add(going)
-        going.add_done_callback(window.going.discard)
+        task = asyncio.create_task(self._advance(window, block, piece))
+        window.tasks.add(task)
+        task.add_done_callback(window.tasks.discard)
 
     async def _advance(self, window: _PipelineWindow, block: Any, piece: Piece) -> None:
-        """Take a piece through the stages on actors."""
+        """Pass a piece through the stages on actors."""
         try:
             for stage, pool in self._pools.items():
-                made = await pool.compute(self._stored, block, stage, piece.label, lambda: self._window is window)
-                if made is None:
+                result = await pool.compute(self._stored, block, stage, piece.label, lambda: self._window is window)
+                if result is None:
                     return
-                block, piece = made
+                block, piece = result
             self._arrived(window, block, piece)
-        except ObjectLostError:  # with a node: all consumers ask again
+        except ObjectLostError:  # a node was lost: all consumers send new requests
             if self._window is window:
                 self._window = None
-                self._tell()
+                self._notify()
         except Exception as raised:
             self._failed(window, delivery_pipeline.as_our_error(raised, f"the actors of {self._recipe.dataset!r}"))
 
@@ -323,20 +323,20 @@ class DatasetDelivery:
         if step >= window.floors.get(rank, window.start):
             window.counts[step, rank] = parts
             window.parts.setdefault((step, rank), {})[part] = block
-        self._tell()
+        self._notify()
 
     def _ended(self, window: _PipelineWindow, error: TrainwrightError) -> None:
-        """Pass the error on after the last block of Ray Data, once no piece is on its way any more."""
-        if window.going:
-            next(iter(window.going)).add_done_callback(lambda _: self._ended(window, error))
+        """Report the error after the last block of Ray Data, once all pieces have passed the actors."""
+        if window.tasks:
+            next(iter(window.tasks)).add_done_callback(lambda _: self._ended(window, error))
         else:
             self._failed(window, error)
 
     def _failed(self, window: _PipelineWindow, error: TrainwrightError) -> None:
         window.error = window.error or error
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
@@ -344,7 +344,7 @@ class DatasetDelivery:
         return ray.get_runtime_context().current_actor
 
     def _ahead(self) -> int:
-        """Return how many steps may be computed ahead: enough for all processes, as far as there is room."""
+        """Return how many steps may be computed ahead: enough for all processes, within the memory limit."""
         chunk_rows = self._recipe.length * self._recipe.schedule.batch_size
         ranks = self._window.total if self._window else 1
         pieces = ranks * -(-chunk_rows // (ranks * PART_ROWS))  # of a chunk

@@ -93,7 +93,7 @@ class PipelineSpec:
         return step
 
     def pieces(self, step: int, total: int) -> Iterator[SharePart]:
-        """Labels from the chunk that holds `step` to the end of the run, in the order in which they will be wanted."""
+        """Yield labels from the chunk with `step` to the end of the run, in the order in which they are needed."""
         while step < self.schedule.total_steps:
             chunk = self.schedule.chunk(step, self.length)
             for rank, rows in enumerate(self.schedule.share_rows(chunk, total).tolist()):
@@ -108,21 +108,21 @@ class PipelineSpec:
         samples, passes = share.samples[part], share.passes[part]
         piece, begun = Piece(label=label, samples=samples, passes=passes), time.perf_counter()
         try:
-            columns = apply_by_pass(passes, lambda which, number: self.reader.gather(samples[which], number))
+            columns = apply_by_pass(passes, lambda mask, number: self.reader.gather(samples[mask], number))
         except TrainwrightError as error:
             return replace(piece, error=error)
-        found = self.transform(replace(piece, columns=columns), 0)
-        return replace(found, spent=((READING, time.perf_counter() - begun),))
+        result = self.transform(replace(piece, columns=columns), 0)
+        return replace(result, spent=((READING, time.perf_counter() - begun),))
 
     def transform(self, piece: Piece, stage: int) -> Piece:
-        """Apply the transforms of a stage; the last one keeps the columns asked for."""
+        """Apply the transforms of a stage; the last stage keeps only the requested columns."""
         first, last = self.stages[stage]
         transforms = self.dataset.transforms[first:last]
 
-        def transformed(which: npt.NDArray[np.bool_], number: int) -> Arrays:
+        def transformed(mask: npt.NDArray[np.bool_], number: int) -> Arrays:
             counters = Counters(seed=self.schedule.order.seed, epoch=number)
-            given = {name: array[which] for name, array in piece.columns.items()}  # functions may change them in place
-            return apply(transforms, given, piece.samples[which], counters, first)
+            columns = {name: array[mask] for name, array in piece.columns.items()}  # functions may change them in place
+            return apply(transforms, columns, piece.samples[mask], counters, first)
 
         try:
             columns = apply_by_pass(piece.passes, transformed)
@@ -134,14 +134,14 @@ class PipelineSpec:
 
 
 class ReadGate(NamedTuple):
-    """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory."""
+    """Delays the reading of chunks that are not needed yet, which bounds the memory of a pipeline."""
 
     feeder: Any  # handle of the actor, with `admit(source, pipeline, step) -> bool`
     pipeline: int  # number of the pipeline
     source: int = 0  # number of the data set
 
     def pass_(self, step: int) -> None:
-        """Wait until pieces of the chunk at `step` are wanted. Raises RuntimeError where they never will be."""
+        """Wait until pieces of the chunk at `step` are needed. Raises RuntimeError if the pipeline was replaced."""
         if not ray.get(self.feeder.admit.remote(self.source, self.pipeline, step)):
             raise RuntimeError(f"pipeline {self.pipeline} was replaced by another")
 
@@ -160,7 +160,7 @@ class _PlannedDatasource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        """One for each piece, in their order, whatever the parallelism."""
+        """Return one task for each piece, in their order, for any parallelism."""
         metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
         return [ReadTask(_reading(self._recipe, piece, self._gate), metadata) for piece in self._pieces]
 
@@ -168,25 +168,25 @@ class _PlannedDatasource(Datasource):
 def run_pipeline(
     recipe: ray.ObjectRef[bytes], pieces: Iterable[SharePart], free: Mapping[str, float], gate: ReadGate
 ) -> Iterator[ray.ObjectRef[pa.Table]]:
-    """Run the pipeline over pieces, up to the stages on actors; gives blocks as they are finished, in any order.
+    """Run the pipeline over pieces, up to the stages on actors; yield finished blocks in any order.
 
     Pieces are taken from the iterable as executions need them: a run has too many to list before its first block.
 
-    Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
-    loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
+    Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next iteration of
+    its loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
     """
-    stages, waiting = _load_spec(recipe), iter(pieces)
+    stages, pending = _load_spec(recipe), iter(pieces)
     readers = stages.readers(free)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     _disable_reservation(context)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    while part := list(itertools.islice(waiting, MAX_TASKS)):
+    while part := list(itertools.islice(pending, MAX_TASKS)):
         data = read_datasource(
             _PlannedDatasource(recipe, part, gate),
             override_num_blocks=len(part),
             compute=ActorPoolStrategy(size=readers),
-            num_cpus=0 if readers == 1 else 1,  # several are where CPUs are free
+            num_cpus=0 if readers == 1 else 1,  # there are several readers only if CPUs are free
         )
         for number in range(1, stages.on_actors.start):
             step = stages.heavy(number)
@@ -203,22 +203,22 @@ def run_pipeline(
 
 
 def max_concurrency(step: BatchMap, free: Mapping[str, float]) -> int:
-    """Calls of a heavy transform for which there is room."""
+    """Return how many calls of a heavy transform fit into the free resources."""
     return int(min((free[name] + 1e-6) / need for name, need in step.needs.items() if need))
 
 
 def run_stage(recipe: ray.ObjectRef[bytes], block: pa.Table, stage: int) -> pa.Table:
-    """Take the piece of a block through a stage."""
+    """Apply a stage to the piece of a block."""
     piece, begun = Piece.of(block), time.perf_counter()
     if piece.error:
         return block
-    made = _load_spec(recipe).transform(piece, stage)
+    result = _load_spec(recipe).transform(piece, stage)
     name = function_name(_load_spec(recipe).heavy(stage).function)
-    return replace(made, spent=(*piece.spent, (name, time.perf_counter() - begun))).to_block()
+    return replace(result, spent=(*piece.spent, (name, time.perf_counter() - begun))).to_block()
 
 
 def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
-    """The function of a stage; what it holds is open in this process."""
+    """Open the function of a stage in this process, and return it."""
     function = _load_spec(recipe).heavy(stage).function
     if isinstance(function, StatefulFunction):
         function.open()
@@ -227,7 +227,7 @@ def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryReply:
-    """References of the blocks asked for, in order, or why there are none."""
+    """References of the requested blocks, in order, or the error."""
 
     blocks: tuple[Any, ...] = ()
     error: TrainwrightError | None = None
@@ -235,7 +235,7 @@ class DeliveryReply:
 
 
 def as_our_error(error: Exception, what: str, where: str = "") -> TrainwrightError:
-    """Return an error of ours as it is; of another one, that `what` failed with it."""
+    """Return a TrainwrightError unchanged, and any other error as a DataError that `what` failed."""
     if isinstance(error, TrainwrightError):
         return error
     text, detail = f"{what} failed: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
@@ -244,8 +244,8 @@ def as_our_error(error: Exception, what: str, where: str = "") -> TrainwrightErr
 
 @lru_cache(maxsize=4)
 def _load_spec(recipe: ray.ObjectRef[bytes]) -> PipelineSpec:
-    made: PipelineSpec = loads(ray.get(recipe))
-    return made
+    spec: PipelineSpec = loads(ray.get(recipe))
+    return spec
 
 
 def _reading(recipe: ray.ObjectRef[bytes], piece: SharePart, gate: ReadGate) -> Callable[[], list[pa.Table]]:
@@ -267,17 +267,17 @@ def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa
 
 
 def _disable_reservation(context: DataContext) -> None:
-    """Turn off the reservation of resources, and the policy that follows it.
+    """Turn off the reservation of resources, and the policy that depends on it.
 
     Without a reservation that policy limits nothing, and before Ray 2.56 it fails.
     """
     context.op_resource_reservation_enabled = False
-    policies = [each for each in ENABLED_BACKPRESSURE_POLICIES if each is not ResourceBudgetBackpressurePolicy]
+    policies = [policy for policy in ENABLED_BACKPRESSURE_POLICIES if policy is not ResourceBudgetBackpressurePolicy]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
 
 
 def allow_blocking_get() -> None:
-    """Let threads of an asynchronous actor wait for Ray without a warning; Ray tells them from the event loop's not."""
+    """Suppress the warning when threads of an asynchronous actor wait: Ray takes them for the event loop."""
     from ray._private import worker
 
     worker.blocking_get_inside_async_warned = True

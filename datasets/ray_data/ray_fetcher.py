@@ -43,18 +43,18 @@ _DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time fo
 
 
 def fetch_from_actor(attempt: Callable[[bool], _Result], deadline_s: float, what: str) -> _Result:
-    """Return what an attempt returns, which asks the delivery actor; try again where the actor or an object is lost.
+    """Return the result of `attempt`, a request to the delivery actor; retry if the actor or an object is lost.
 
     Args:
-        attempt: with whether objects of an earlier answer were lost.
+        attempt: called with whether objects of an earlier answer were lost.
         deadline_s: for an actor that is not available.
-        what: is asked for, for errors.
+        what: the requested data, for errors.
 
     Raises:
         DataError: the actor cannot be started.
         HangError: there is no answer.
     """
-    until, lost = time.monotonic() + deadline_s, False
+    end_s, lost = time.monotonic() + deadline_s, False
     while True:
         try:
             return attempt(lost)
@@ -74,8 +74,8 @@ def fetch_from_actor(attempt: Callable[[bool], _Result], deadline_s: float, what
                     detail=str(error),
                 ) from error
             if isinstance(error, ActorDiedError):
-                until = min(until, time.monotonic() + _DEAD_ACTOR_S)
-            if time.monotonic() > until:
+                end_s = min(end_s, time.monotonic() + _DEAD_ACTOR_S)
+            if time.monotonic() > end_s:
                 raise HangError(
                     f"the delivery actor is gone: {error}", where=what, remedy="run the same command again"
                 ) from error
@@ -83,42 +83,42 @@ def fetch_from_actor(attempt: Callable[[bool], _Result], deadline_s: float, what
 
 
 class RayFetcher:
-    """Fetches the shares of a consumer from the delivery actor. Picklable; each consumer uses a copy of its own."""
+    """Fetches the shares of a consumer from the delivery actor. Picklable; each consumer has its own copy."""
 
     def __init__(self, feeder: Any, source: int, schedule: StepSchedule, length: int, deadline_s: float) -> None:
         self.feeder, self._source = feeder, source
         self._schedule, self._length, self._deadline_s = schedule, length, deadline_s
-        self._asked: dict[tuple[int, int, int], Any] = {}
+        self._requests: dict[tuple[int, int, int], Any] = {}
         self._news: Any = None
 
     def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
-        """Return the chunk of steps that holds `step`, and the columns of the share of data rank `rank` of `total`.
+        """Return the chunk of steps with `step`, and the columns of the share of data rank `rank` of `total`.
 
         Raises:
-            UserCodeError, DataError: as the transform or the source raised it, wherever that was.
-            HangError: nothing came within the deadline.
+            UserCodeError, DataError: an error of the transform or the source, in any process.
+            HangError: no answer came within the deadline.
         """
         chunk = self._schedule.chunk(step, self._length)
-        early = [self._asked.pop((chunk.start, rank, total), None)]
-        self._asked = {key: each for key, each in self._asked.items() if key[0] in (chunk.start, chunk.stop)}
+        early = [self._requests.pop((chunk.start, rank, total), None)]
+        self._requests = {key: value for key, value in self._requests.items() if key[0] in (chunk.start, chunk.stop)}
 
         def attempt(lost: bool) -> Arrays:
-            asked, early[0] = early[0], None
-            if asked is not None:
+            request, early[0] = early[0], None
+            if request is not None:
                 with suppress(HangError):  # the deadline may have passed while nobody waited, as in an evaluation
-                    return self._take(asked)
-            return self._take(self._ask(chunk.start, rank, total, lost))
+                    return self._take(request)
+            return self._take(self._request(chunk.start, rank, total, lost))
 
-        found = fetch_from_actor(attempt, self._deadline_s, f"data rank {rank}, step {chunk.start}")
+        columns = fetch_from_actor(attempt, self._deadline_s, f"data rank {rank}, step {chunk.start}")
         if chunk.stop < self._schedule.total_steps:
-            self._asked[chunk.stop, rank, total] = self._ask(chunk.stop, rank, total, False)
-        return chunk, found
+            self._requests[chunk.stop, rank, total] = self._request(chunk.stop, rank, total, False)
+        return chunk, columns
 
     def stages(self) -> list[StageProgress]:
-        """Return the progress of each stage; empty where the actor does not answer."""
+        """Return the progress of each stage; empty if the actor does not answer."""
         with suppress(RayError):
-            found: list[StageProgress] = ray.get(self.feeder.stages.remote(self._source), timeout=_CLOSE_S)
-            return found
+            stages: list[StageProgress] = ray.get(self.feeder.stages.remote(self._source), timeout=_CLOSE_S)
+            return stages
         return []
 
     def news(self) -> list[str]:
@@ -126,34 +126,34 @@ class RayFetcher:
         self._news = self._news or self.feeder.news.remote()
         if not ray.wait([self._news], timeout=0)[0]:
             return []
-        asked, self._news = self._news, None
+        request, self._news = self._news, None
         with suppress(RayError):  # consumers that wait for data report a dead actor
-            told: list[str] = ray.get(asked)
-            return told
+            notes: list[str] = ray.get(request)
+            return notes
         return []
 
     def close(self) -> None:
         """End the actor with its pipelines and pools, for all data sets and consumers."""
-        with suppress(RayError):  # it is killed below all the same
+        with suppress(RayError):  # it is killed below in any case
             ray.get(self.feeder.close.remote(), timeout=_CLOSE_S)
             if self._news is not None:
                 ray.wait([self._news], timeout=_CLOSE_S)
         ray.kill(self.feeder)
 
-    def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
+    def _request(self, step: int, rank: int, total: int, lost: bool) -> Any:
         return self.feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
 
-    def _take(self, asked: Any) -> Arrays:
+    def _take(self, request: Any) -> Arrays:
         from trainwright.datasets.ray_data.piece_blocks import Piece
 
-        answer: Any = ray.get(asked, timeout=self._deadline_s + SLACK_S)
+        answer: Any = ray.get(request, timeout=self._deadline_s + SLACK_S)
         if answer.error is not None:
             raise answer.error
-        found = [Piece.of(block) for block in ray.get(list(answer.blocks), timeout=self._deadline_s)]
-        for piece in found:
+        pieces = [Piece.of(block) for block in ray.get(list(answer.blocks), timeout=self._deadline_s)]
+        for piece in pieces:
             if piece.error is not None:
                 raise piece.error
-        return {name: np.concatenate([piece.columns[name] for piece in found]) for name in found[0].columns}
+        return {name: np.concatenate([piece.columns[name] for piece in pieces]) for name in pieces[0].columns}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayFetcher, (self.feeder, self._source, self._schedule, self._length, self._deadline_s)
@@ -162,11 +162,11 @@ class RayFetcher:
 def make_pipeline_spec(
     dataset: Dataset, index: Index, *, columns: Iterable[str] | None = None, **ordering: Any
 ) -> PipelineSpec:
-    """Return the pipeline of a heavy data set: one with a transform that asks for CPUs or GPUs.
+    """Return the pipeline of a heavy data set, which has a transform that requests CPUs or GPUs.
 
     Args:
-        columns: that it gives; by default all.
-        ordering: as of `make_schedule`.
+        columns: of its output; by default all.
+        ordering: arguments of `make_schedule`.
     """
     from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
@@ -189,10 +189,10 @@ def start_delivery(
         recipes: of the data sets.
         cpus, gpus: that Ray Data may use; the workers must have left them free.
         deadline_s: for a consumer to wait for one share.
-        hang_s: the consumers count as hung after so long without a step.
+        hang_s: time without a step after which the consumers count as hung.
 
     Raises:
-        ResourceError: the transforms ask for more than Ray Data has.
+        ResourceError: the transforms request more than Ray Data has.
     """
     from trainwright.datasets.ray_data.actor_pools import allocate_actors
     from trainwright.datasets.ray_data.delivery_actor import DeliveryActor

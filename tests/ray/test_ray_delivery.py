@@ -118,13 +118,13 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
         late = asyncio.ensure_future(local.admit(7, 6 + ahead))
         await asyncio.sleep(0)
         assert not late.done()
-        window.asked[0] = 6
-        local._tell()
+        window.delivered_steps[0] = 6
+        local._notify()
         assert await asyncio.wait_for(late, 10)
         never = asyncio.ensure_future(local.admit(7, 200))
         await asyncio.sleep(0)
         local._window = _PipelineWindow(number=8, start=0, total=1)
-        local._tell()
+        local._notify()
         assert not await asyncio.wait_for(never, 10)
 
     asyncio.run(ask())

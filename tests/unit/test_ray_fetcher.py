@@ -25,7 +25,7 @@ class Asking(RayFetcher):
         self.asked: list[tuple[int, int]] = []
         self.silent = silent
 
-    def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
+    def _request(self, step: int, rank: int, total: int, lost: bool) -> Any:
         self.asked.append((step, rank))
         return (step, rank, self.asked.count((step, rank)))
 
