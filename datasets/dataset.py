@@ -226,7 +226,7 @@ class Dataset:
 
         The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. The
         order depends on the job's seed and the epoch, not on its `shuffle`. The short last batch comes last. The rows
-        of a batch come from all over the data, so reading is slow if a reader cannot keep it in memory (128 MiB).
+        of a batch come from all over the data, so reading is slow beyond a reader's memory (128 MiB decoded).
 
         Args:
             by: a column of the source (before any `map`) with numbers, or with texts or lists, whose lengths count; or

@@ -226,10 +226,10 @@ _Features = Mapping[str, Any]
 
 
 class _FeatureTrait(NamedTuple):
-    """What a feature is in every row."""
+    """Kind and length of a feature in all rows."""
 
     kind: str  # bytes, float32 or int64
-    length: int | None  # how many values a row has; None where it differs between rows
+    length: int | None  # values in a row; None if rows differ
 
     def __str__(self) -> str:
         return self.kind if self.length == 1 else f"list of {self.length or ''} {self.kind}".replace("  ", " ")
@@ -244,7 +244,7 @@ class _TFRecordFormat(FileFormat):
     suffixes = (".tfrecord", ".tfrecords")
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
-        """Read all records, verify their checksums, and find what each feature is in all rows."""
+        """Read all records, verify their checksums, and determine the trait of each feature."""
         traits: dict[str, _FeatureTrait] = {}
 
         def count(body: bytes, place: GroupLocation) -> int:
@@ -259,7 +259,7 @@ class _TFRecordFormat(FileFormat):
         return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, _frame_ends), count), traits=traits)
 
     def merge(self, one: _FeatureTrait, other: _FeatureTrait) -> _FeatureTrait | None:
-        """Return the trait of both: of one kind, and of one length where both have the same."""
+        """Return the common trait of two with one kind; its length is None if they differ in length."""
         if one.kind != other.kind:
             return None
         return one if one.length == other.length else _FeatureTrait(one.kind, None)
@@ -405,7 +405,7 @@ _DECODED = {"txt": "text", "cls": "class", "json": "json"}  # by the part of an 
 
 
 class _Sample(NamedTuple):
-    """Neighbouring members of one key: by extension, where each begins and how long it is; and all of their bytes."""
+    """Neighbouring members of one key: start and size of each by extension, and the byte range of all."""
 
     key: str
     members: dict[str, tuple[int, int]]

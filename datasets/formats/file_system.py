@@ -216,7 +216,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def resolve_file_system(path: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of an absolute path or URI, and the path or glob within it. Raises DataError."""
+    """Return the file system of an absolute path or URI, and the path or glob within it. Raises DataError."""
     if "://" not in path:
         return pafs.LocalFileSystem(), path
     address = _OPTIONS.sub("", path)
@@ -245,7 +245,7 @@ def _open_address(address: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _azure_file_system(where: str) -> pafs.FileSystem:
-    """Return Azure with the account that the object store takes from the environment. Raises DataError."""
+    """Return the Azure file system of the account in the environment. Raises DataError."""
     account, *credentials = (os.environ.get(f"AZURE_STORAGE_{name}", "") for name in _AZURE_SETTINGS)
     if not account:
         raise DataError(
@@ -281,7 +281,7 @@ def _azure_file_system(where: str) -> pafs.FileSystem:
 
 
 def glob_base(path: str) -> str:
-    """The path itself; of a glob, the folder before its first wildcard."""
+    """Return the path, or the folder before the first wildcard of a glob."""
     base = _WILD.split(path, maxsplit=1)[0]
     return path if base == path else base.rpartition("/")[0] or "/"
 
@@ -289,7 +289,7 @@ def glob_base(path: str) -> str:
 def find_files(
     system: pafs.FileSystem, path: str, shown: str, kind: str, suffixes: tuple[str, ...], *, linked_files: bool = False
 ) -> list[pafs.FileInfo]:
-    """The files at a path, sorted by path. Symbolic links on a local disk repeat none.
+    """Return the files at a path, sorted by path, without repeats by symbolic links on a local disk.
 
     Args:
         system: to look in.
@@ -297,11 +297,11 @@ def find_files(
             glob (`*`, `?`, `[...]`, `**`).
         shown: the path as the user wrote it.
         kind: of the files, for messages.
-        suffixes: of files that are taken from a folder.
-        linked_files: whether a link to a file that is found too is another file; a link to a folder is none.
+        suffixes: of the files of a folder.
+        linked_files: whether a link to another file of the path counts as a file; links to folders never count.
 
     Raises:
-        DataError: nothing is there, or the store cannot be listed.
+        DataError: there is no file, or the store cannot be listed.
     """
     base, target, entries = list_files(system, path, shown)
     if target.type == pafs.FileType.File and base == path:
@@ -333,7 +333,7 @@ def _distinct(files: list[pafs.FileInfo], base: str, linked_files: bool) -> list
 
 
 def filter_files(entries: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:
-    """Return the listed files that a folder or glob stands for, sorted by path."""
+    """Return the files among `entries` that belong to a folder or match a glob, sorted by path."""
     base = glob_base(path)
     pattern = _glob(path) if base != path else None
     files = [info for info in entries if info.type == pafs.FileType.File]
@@ -342,7 +342,7 @@ def filter_files(entries: Iterable[pafs.FileInfo], path: str, suffixes: tuple[st
 
 
 def list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, pafs.FileInfo, list[pafs.FileInfo]]:
-    """Return a path up to its first wildcard, what is there, and the entries in it. Raises DataError for nothing."""
+    """Return a path up to its first wildcard, its file info, and its entries. Raises DataError if it is missing."""
     base = glob_base(path)
     try:
         info = retry_transient(lambda: system.get_file_info(base), shown)

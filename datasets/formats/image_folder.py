@@ -56,12 +56,12 @@ class ImageSource(Source):
         return f"images({self.path!r})"
 
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes: that of label i at place i. Lists the files unless they were given."""
+        """Return the names of the classes by label. Lists the files unless the user gave the names."""
         names: tuple[str, ...] = self.classes or self.index().classes
         return names
 
     def index(self) -> Index:
-        """List the files; reads none. Raises DataError where one lies in no class folder, or a class has none."""
+        """List the files, read none. Raises DataError for a file outside a class folder, or an empty class."""
         system, path = resolve_file_system(self.path)
         base = glob_base(path).rstrip("/")
         files = find_files(system, path, self.path, "image", _SUFFIXES, linked_files=True)
@@ -110,11 +110,11 @@ class ImageLoader(Loader):
         self._infos: dict[str, list[pafs.FileInfo]] = {}
 
     def twin(self) -> ImageLoader:
-        """A loader of the same for another thread."""
+        """Return a loader of the same files for another thread."""
         return ImageLoader(self._location, self._index)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of group `number` of the index; raises DataError that names the image."""
+        """Return columns of group `number` of the index. Raises DataError that names the image."""
         group = self._index.groups[number]
         names = select_columns(self._index.schema, columns, f"{group.file}, row group {group.number}")
         first = group.first - self._firsts[group.file]
@@ -140,7 +140,7 @@ class ImageLoader(Loader):
             return data.read(0, info.size)
 
     def _files(self, folder: str) -> list[pafs.FileInfo]:
-        """The images of a folder, as many and as large as when they were indexed."""
+        """Return the images of a folder. Raises DataError if their number or size has changed since the index."""
         if folder not in self._infos:
             if len(self._infos) >= _FOLDERS:
                 self._infos.clear()
@@ -164,7 +164,7 @@ class ImageLoader(Loader):
 
 
 def _class_of(folder: str, base: str, file: str) -> str:
-    """The first folder below the base."""
+    """Return the first folder below the base."""
     name = folder[len(base) :].lstrip("/").partition("/")[0]
     if not name:
         raise DataError(
@@ -174,7 +174,7 @@ def _class_of(folder: str, base: str, file: str) -> str:
 
 
 def _require_images(system: pafs.FileSystem, base: str, classes: tuple[str, ...]) -> None:
-    """A class without images would shift the labels between a train and a test folder."""
+    """Raise DataError for a class without images, which would shift the labels of a train or test folder."""
     entries = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base)), base)
     for info in entries:
         if info.type == pafs.FileType.Directory and info.base_name not in classes:
@@ -200,7 +200,7 @@ def _groups(folders: list[tuple[str, list[pafs.FileInfo]]]) -> tuple[RowGroup, .
 
 @dataclass(frozen=True, kw_only=True)
 class _DecodeImage:
-    """Transform of a row: bytes of an image to an array. `decode_image` says what the fields mean."""
+    """Transform of a row: bytes of an image to an array. `decode_image` explains the fields."""
 
     column: str
     size: tuple[int, int] | None
@@ -208,7 +208,7 @@ class _DecodeImage:
     resample: ClassVar[str] = "BILINEAR"  # no field: stored runs have fingerprints of the fields
 
     def __call__(self, row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
-        """The row with its image as (height, width, channels) uint8; without channels in modes of one."""
+        """Return the row with its image as (height, width, channels) uint8; (height, width) in one-channel modes."""
         (name,) = select_columns(row, [self.column], "decode_image")
         return {**row, name: self._decoded(row[name], str(row.get("file", row.get("__key__", ""))))}
 
@@ -240,9 +240,9 @@ class _DecodeImage:
         return np.asarray(pixels).copy()
 
     def _eight_bits(self, image: Any, where: str) -> Any:
-        """Grey of 16 bits with 8 bits, unless the mode has more: Pillow makes all above 255 white.
+        """Convert 16-bit grey to 8 bits unless the mode has more: Pillow would make all values above 255 white.
 
-        Raises DataError where the values are no shades of 16 bits.
+        Raises DataError if the values are not 16-bit shades.
         """
         if not image.mode.startswith(("I", "F")) or self.mode.startswith(("I", "F")):
             return image
@@ -262,7 +262,7 @@ class _DecodeImage:
 
 
 class _DecodeMask(_DecodeImage):
-    """The same for numbers of classes, which have nothing in between."""
+    """The same for class numbers, which must not be interpolated."""
 
     resample = "NEAREST"
 

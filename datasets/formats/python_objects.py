@@ -72,7 +72,7 @@ class ObjectSource(Source):
         return f"{self.call}({self.name})"
 
     def index(self) -> Index:
-        """Read a few rows, twice. Raises DataError where there is none, or where the values differ."""
+        """Read a few rows twice. Raises DataError if there are none, or if the values differ."""
         rows = len(self.access)
         if not rows:
             raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
@@ -105,7 +105,7 @@ class ObjectSource(Source):
 
 
 class _ObjectLoader(Loader):
-    """Loads row groups. `drawn` says that rows are known to differ from epoch to epoch."""
+    """Loads row groups. `drawn`: rows differ between epochs."""
 
     def __init__(self, access: SampleAccess | ArrowAccess, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
@@ -221,13 +221,13 @@ def group_rows(rows: int, row_bytes: int) -> int:
 
 
 def sample_arrays(sample: Any, columns: Sequence[str] | None, where: str) -> dict[str, Any]:
-    """The values of a sample by column name, as arrays. Raises DataError."""
+    """Return the values of a sample by column name, as arrays. Raises DataError."""
     named = named_values(sample, columns, where)
     return {name: to_array_of(value, f"{where}, column {name!r}") for name, value in named.items()}
 
 
 def named_values(sample: Any, columns: Sequence[str] | None, where: str) -> Mapping[str, Any]:
-    """A sample as values by column name. Raises DataError for names that do not fit."""
+    """Return a sample as values by column name. Raises DataError for another number of names."""
     if isinstance(sample, Mapping):
         values_by_name = {str(key): value for key, value in sample.items()}
         return {name: values_by_name[name] for name in select_columns(values_by_name, columns, where)}
@@ -244,7 +244,7 @@ def named_values(sample: Any, columns: Sequence[str] | None, where: str) -> Mapp
 
 
 def field_of_rows(name: str, samples: Sequence[_Values], where: str, ragged: Sequence[str]) -> Field:
-    """One dtype and shape where all sampled rows have them; objects where only the lengths differ, or may differ.
+    """Return the common dtype and shape of sampled rows; objects if only the lengths differ, or may differ.
 
     Raises DataError.
     """
@@ -262,7 +262,7 @@ def field_of_rows(name: str, samples: Sequence[_Values], where: str, ragged: Seq
 
 
 def to_array_of(value: Any, where: str) -> Any:
-    """A tensor of any framework, an image or a number as an array; text, bytes, dicts and the like as they are."""
+    """Return a tensor of any framework, an image or a number as an array; text, bytes and dicts unchanged."""
     if value is None:
         raise DataError("the value is None", where=where, remedy="drop or fill it before training")
     if isinstance(value, str | bytes | Mapping):
@@ -290,7 +290,7 @@ def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
 def to_column(
     name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, where: str, rows: Iterable[int]
 ) -> npt.NDArray[Any]:
-    """Return the values of rows as an array. Raises DataError, naming the row, where they do not have the field."""
+    """Return the values of rows as an array. Raises DataError, naming the row, if one has another type or shape."""
     if field == _OBJECT:
         return object_array(values)
     if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
@@ -307,7 +307,7 @@ def to_column(
 
 
 def require_same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise DataError where a sample has other columns than the first."""
+    """Raise DataError if a sample has other columns than the first."""
     for sample in samples:
         if sample.keys() != samples[0].keys():
             raise DataError(

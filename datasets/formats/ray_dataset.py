@@ -98,7 +98,7 @@ class _RaySource(Source):
         return f"from_ray({len(self.blocks)} blocks)"
 
     def index(self) -> Index:
-        """The row counts of the blocks. Raises DataError where their columns differ."""
+        """Return the row counts of the blocks. Raises DataError if their columns differ."""
         schema, groups, first = self.blocks[0].schema, [], 0
         for number, block in enumerate(self.blocks):
             require_same_fields(block.schema, schema, "the first block", f"{_FILE} {number}")
@@ -128,7 +128,7 @@ class RayLoader(Loader):
         return RayLoader(self._references)
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
-        """Columns of a block; DataError where it is gone."""
+        """Return columns of a block. Raises DataError if it is lost."""
         try:
             block = ray.get(self._references[number])
         except ray.exceptions.RayError as error:
@@ -143,7 +143,7 @@ class RayLoader(Loader):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StreamSource(SequentialSource):
-    """Rows of a Ray Dataset, executed in each pass. `from_ray` says what the fields mean."""
+    """Rows of a Ray Dataset, executed in each pass. `from_ray` explains the fields."""
 
     make: Any
     rows: int | None = None
@@ -176,22 +176,22 @@ class _StreamSource(SequentialSource):
         return f"from_ray({getattr(self.make, '__name__', 'Dataset')})"
 
     def index(self) -> Index:
-        """Look at the first block, and at all others where nothing else tells how many rows there are.
+        """Read the first block, and count the rows of all blocks if there is no cheaper way.
 
         Raises DataError, UserCodeError.
         """
         dataset = open_dataset(_portable(self.make), 0, self.describe())
         rows = self.rows or known_rows(dataset)
-        first, rows = self._look(dataset, rows, to_end=rows is None or (self.rows is None and self._is_plain_read))
+        first, rows = self._survey(dataset, rows, to_end=rows is None or (self.rows is None and self._is_plain_read))
         digest = hash_values([first])
         index = pass_index(self.describe(), schema_of(first), rows, first, digest if self.replayable else "")
-        # copies of a few rows, so that nobody executes the data set to look at one
-        few = {name: array[: max(_KEPT_BYTES // index.row_bytes, 1)].copy() for name, array in first.items()}
+        # copies of a few rows, so that reading one does not execute the data set
+        sampled = {name: array[: max(_KEPT_BYTES // index.row_bytes, 1)].copy() for name, array in first.items()}
         window = min(rows, max(_WINDOW_BYTES // index.row_bytes, 1))
-        return replace(index, traits={_FIRST: digest, **few}, window=window)
+        return replace(index, traits={_FIRST: digest, **sampled}, window=window)
 
     def spec(self, index: Index, passes: int, *, keep: bool = False) -> StreamSpec:
-        """What a process executes, for as many passes; blocks from before the run go with it, or are kept here too."""
+        """Return the stream for some passes, with the blocks of an earlier execution; `keep` keeps them here too."""
         counted = (_COUNTED.get if keep else _COUNTED.pop)(self, [])
         return StreamSpec(
             make=dumps(self.make),
@@ -211,14 +211,14 @@ class _StreamSource(SequentialSource):
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
-        """A reader that executes the data set in this process."""
+        """Return a reader that executes the data set in this process."""
         spec = self.spec(index, 1, keep=True)
 
         def open_pass(epoch: int, place: int) -> Blocks:
             if not epoch and not place:  # the first rows are known
-                known = {name: index.traits[name] for name in columns}
-                place = block_rows(known)
-                yield known
+                first_arrays = {name: index.traits[name] for name in columns}
+                place = block_rows(first_arrays)
+                yield first_arrays
             for block in spec.blocks(epoch):
                 low = max(place - block.first % index.rows, 0)
                 if low < block.rows:
@@ -227,64 +227,64 @@ class _StreamSource(SequentialSource):
 
         return SequentialRows(open_pass, index, columns, where=self.describe(), aligned=index.window)
 
-    def _look(self, dataset: Any, known: int | None, *, to_end: bool) -> tuple[Arrays, int]:
-        """Return the first rows of a Ray Dataset, and how many it has.
+    def _survey(self, dataset: Any, row_count: int | None, *, to_end: bool) -> tuple[Arrays, int]:
+        """Return the first rows of a Ray Dataset, and its number of rows.
 
         Args:
-            known: how many it has; None where the whole of it must be executed to know.
-            to_end: whether to execute it to its end where it is small: its blocks are kept for the run's first pass,
-                and for all passes where it reads and does nothing else.
+            row_count: its number of rows; None if only a whole execution can tell.
+            to_end: whether to execute a small one to its end: its blocks are kept for the run's first pass, and for all
+                passes if it only reads.
         """
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         most_bytes = min(_COUNTED_BYTES, _COUNTED_SHARE * resources.get("object_store_memory", math.inf))
         first: Arrays = {}
         rows = size_bytes = 0
-        kept, blocks = list[Block](), execute(dataset, self.describe())
+        small_blocks, blocks = list[Block](), execute(dataset, self.describe())
         with contextlib.closing(blocks):
             for block in blocks:
                 first = first or first_rows(ray.get(block.reference), self.describe())
-                expected_bytes = block.size_bytes * (known or 0) / block.rows
-                if known is not None and (not to_end or expected_bytes > most_bytes):
+                expected_bytes = block.size_bytes * (row_count or 0) / block.rows
+                if row_count is not None and (not to_end or expected_bytes > most_bytes):
                     break
                 rows, size_bytes = rows + block.rows, size_bytes + block.size_bytes
-                kept = [*kept, block] if size_bytes <= most_bytes else []
-                if known is not None and not kept:
+                small_blocks = [*small_blocks, block] if size_bytes <= most_bytes else []
+                if row_count is not None and not small_blocks:
                     break
         if not first:
             raise DataError("the Ray Dataset has no rows", where=self.describe(), remedy="look at how it is made")
-        if kept:
-            _COUNTED[self] = kept
-        return first, known or rows
+        if small_blocks:
+            _COUNTED[self] = small_blocks
+        return first, row_count or rows
 
 
 _COUNTED: WeakKeyDictionary[_StreamSource, list[Block]] = WeakKeyDictionary()
 
 
 def from_ray(dataset: Any, cache: str | None = None, *, rows: int | None = None, replayable: bool = True) -> Dataset:
-    """Rows of a `ray.data.Dataset`, streamed: it is executed in each pass, and never held whole.
+    """Rows of a `ray.data.Dataset`, streamed: it is executed in each pass, and never in memory as a whole.
 
     Each pass is executed in order (`preserve_order`). A data set that only reads, and fits in 256 MiB and a fifth of
     the object store, is executed once for all passes. With the job's `shuffle`, rows are shuffled within a window of
-    64 MiB, by (seed, epoch); for more, shuffle in the data set itself, with a seed. Rows have no numbers: filters and
-    packing belong into the data set. A materialised data set (`dataset.materialize()`) is not executed again and has
-    rows by number, for all of this.
+    64 MiB, by (seed, epoch); for more, shuffle in the data set itself, with a seed. Rows have no numbers, so filters
+    and packing belong in the data set. A materialised data set (`dataset.materialize()`) is not executed again and has
+    rows by number, which allows all of this.
 
-    After a failed worker, the blocks that are still kept are delivered again. After a failed driver, the pass is
+    After a worker failure, the blocks that are still in memory are delivered again. After a driver failure, the pass is
     executed from its start and the rows trained on are dropped. So each row counts exactly once if each execution gives
     the same rows in the same order, which is checked with the first rows.
 
     Args:
-        dataset: any Ray Dataset; or a function (epoch) that returns one, for random data sets that are others in each
-            epoch; or what `ray.train.get_dataset_shard` gives, for the whole data set of which that is a shard.
-        cache: folder or URI to write its rows to, as parquet, now. Where that has been done before, nothing is executed
-            and the folder is read: delete it when the data set was changed.
-        rows: of a pass, where counting them would execute an expensive data set once more; of a longer one it takes the
-            first so many.
+        dataset: any Ray Dataset; or a function (epoch) that returns one, for data sets that change with the epoch; or a
+            shard from `ray.train.get_dataset_shard`, which stands for its whole data set.
+        cache: folder or URI to write its rows to, as parquet, now. A complete folder is read, and nothing is executed:
+            delete it when the data set has changed.
+        rows: of a pass, if counting them would execute an expensive data set once more; a longer pass is cut after that
+            number.
         replayable: whether each execution gives the same rows in the same order.
 
     Raises:
-        DataError: it is something else, or `cache` holds something else. When it is looked at: there is no row, a value
-            is null, or a column has no type. When it is executed: there are other rows than before.
+        DataError: `dataset` is something else, or `cache` has other files. When it is indexed: there is no row, a value
+            is null, or a column has no type. When it is executed: its rows have changed.
     """
     dataset = whole_dataset(dataset)
     if not (is_ray_dataset(dataset) or callable(dataset)):
@@ -308,7 +308,7 @@ def _portable(make: Any) -> Any:
 
 
 def _stored_blocks(dataset: Any) -> _RaySource:
-    """Look at each block of a materialised data set, where it lies."""
+    """Return a source of the blocks of a materialised data set, from a task near each block."""
     references = [block.reference for block in execute(dataset, "from_ray")]
     look = ray.remote(num_cpus=0)(_block_info)
     try:

@@ -38,18 +38,18 @@ _NULL = "null"
 _NUMBERS = {"int", "float"}
 
 
-def _merge_kinds(one: str, other: str) -> str:
-    """The narrowest kind that holds values of both: int64 becomes float64, what else differs becomes text.
+def _merge_kinds(first: str, second: str) -> str:
+    """Return the narrowest kind for values of both: int64 and float64 give float64, other pairs give text.
 
-    Lists and objects of JSON make a column of objects, whatever else is in it.
+    A column with lists or objects of JSON is a column of objects.
     """
-    if one == other or other == _NULL:
-        return one
-    if one == _NULL:
-        return other
-    if "object" in (one, other):
+    if first == second or second == _NULL:
+        return first
+    if first == _NULL:
+        return second
+    if "object" in (first, second):
         return "object"
-    return "float" if {one, other} == _NUMBERS else "str"
+    return "float" if {first, second} == _NUMBERS else "str"
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class _CsvFormat(FileFormat):
     suffixes = (".csv", ".tsv")
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
-        """Cut the file, and infer the type of each column over all of it."""
+        """Split the file into groups, and infer the type of each column over all of them."""
         head = data.read(0, min(_HEAD_BYTES, data.size_bytes))
         delimiter = self._delimiter(data.file)
         start = _header_end(head, delimiter, data)
@@ -94,7 +94,7 @@ class _CsvFormat(FileFormat):
         return FileSurvey(pieces=survey_ranges(data.file, ranges, count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
-        """The narrowest kind that holds both; any two go together as text."""
+        """Return the narrowest kind for both; any two are compatible as text."""
         return _merge_kinds(one, other)
 
     def field(self, trait: str) -> Field:
@@ -262,7 +262,7 @@ class _JsonLinesFormat(FileFormat):
     suffixes = (".jsonl", ".ndjson", ".json")
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
-        """Cut the file at its lines, and infer the kind of each column over all of them."""
+        """Split the file at its lines, and infer the kind of each column over all of them."""
         kinds: dict[str, str] = {}
 
         def count(body: bytes, place: GroupLocation) -> int:
@@ -274,7 +274,7 @@ class _JsonLinesFormat(FileFormat):
         return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, line_ends), count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
-        """The narrowest kind that holds both; any two go together."""
+        """Return the narrowest kind for both; any two are compatible."""
         return _merge_kinds(one, other)
 
     def field(self, trait: str) -> Field:
@@ -287,7 +287,7 @@ class _JsonLinesFormat(FileFormat):
 
 
 def _json_objects(body: bytes, place: GroupLocation) -> list[dict[str, Any]]:
-    """One object for each line that is not blank."""
+    """Return one object for each line that is not blank."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -319,7 +319,7 @@ def _json_object(line: str, row: int, place: GroupLocation) -> dict[str, Any]:
 
 
 def _json_kinds(objects: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The kind of each column; integers beyond 64 bits are floats."""
+    """Return the kind of each column; integers beyond 64 bits are floats."""
     seen: dict[str, set[str]] = {}
     for row in objects:
         for name, value in row.items():
@@ -376,7 +376,7 @@ _DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\
 
 @dataclass(frozen=True, kw_only=True)
 class _TextFormat(FileFormat):
-    """UTF-8 text. A document is a line, a paragraph between blank lines, or a file; blank ones are left out."""
+    """UTF-8 text. A document is a line, a paragraph between blank lines, or a file; blank documents are dropped."""
 
     by: Literal["line", "paragraph", "file"] = "line"
     name = "text"
@@ -384,7 +384,7 @@ class _TextFormat(FileFormat):
     suffixes = (".txt", ".text", ".md")
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
-        """Cut the file after its documents and count them."""
+        """Split the file after documents, and count them."""
         pieces = survey_ranges(data.file, self._ranges(data), lambda body, place: len(self._documents(body, place)))
         return FileSurvey(pieces=pieces, traits={"text": "str"})
 
@@ -415,7 +415,7 @@ class _TextFormat(FileFormat):
 
 
 def paragraph_ends(data: bytes, last: bool) -> Offsets:
-    """Where paragraphs end: after the blank lines behind each, and at the end of the file."""
+    """Return the ends of paragraphs: after the blank lines that follow each, and at the end of the file."""
     ends = [match.end() for match in _BREAK.finditer(data)]
     return np.array([*ends, len(data)] if last and data else ends, dtype=np.int64)
 
@@ -425,10 +425,10 @@ def text(path: str | os.PathLike[str], by: Literal["line", "paragraph", "file"] 
 
     Args:
         path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `az://`).
-        by: what a document is: each line, each paragraph (blank lines stand between them), or each file as a whole.
+        by: the unit of a document: each line, each paragraph (separated by blank lines), or each file.
 
     Raises:
-        DataError: `by` is none of these.
+        DataError: `by` has another value.
     """
     if by not in _DOCUMENTS:
         raise DataError(f"by={by!r} is not a way to cut text", remedy=f"give one of {', '.join(_DOCUMENTS)}")

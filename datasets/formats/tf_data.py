@@ -75,7 +75,7 @@ _CHECKED = RowPart(first=3, total=7)  # compared with the whole pipeline
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PipelineSource(SequentialSource):
-    """Rows of a pipeline. `from_tf` says what the fields mean."""
+    """Rows of a pipeline. `from_tf` explains the fields."""
 
     make: Callable[..., Any]
     rows: int | None = None
@@ -83,7 +83,7 @@ class _PipelineSource(SequentialSource):
 
     @property
     def sharded(self) -> bool:
-        """Whether the user's function says where rows of other workers are dropped."""
+        """Whether the user's function takes `shard`, which drops the rows of other workers."""
         return _SHARD in inspect.signature(self.make).parameters
 
     @property
@@ -112,7 +112,7 @@ class _PipelineSource(SequentialSource):
         return f"from_tf({getattr(self.make, '__name__', 'pipeline')})"
 
     def index(self) -> Index:
-        """Look at the first rows, twice. Raises DataError where there is none, or where they differ."""
+        """Read the first rows twice. Raises DataError if there are none, or if they differ."""
         pipeline = self.opened(0)
         schema, rows = self._schema(pipeline), self._length(pipeline)
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
@@ -133,7 +133,7 @@ class _PipelineSource(SequentialSource):
     def passes(
         self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None, seed: int = 0
     ) -> RowAccess:
-        """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
+        """Return a reader for one process: of its data ranks' rows if the pipeline is sharded, else of all rows."""
         all_rows = self._reader(index, columns, ALL_ROWS)
         if feeding is None or not (self.sharded and feeding.data_ranks):
             return all_rows
@@ -152,7 +152,7 @@ class _PipelineSource(SequentialSource):
         return SequentialRows(open_pass, index, columns, where=self.describe(), part=part)
 
     def opened(self, epoch: int, part: RowPart = ALL_ROWS, place: int = 0) -> Any:
-        """The pipeline of an epoch: the rows of a part, from a place on.
+        """Return the pipeline of an epoch: the rows of a part, from a place on.
 
         Raises UserCodeError, DataError.
         """
@@ -181,7 +181,7 @@ class _PipelineSource(SequentialSource):
         return pipeline if self.sharded else _part_of(pipeline, part, place)
 
     def _check_part(self, pipeline: Any, schema: Mapping[str, Field], first: Arrays) -> None:
-        """Compare a part of the pipeline with those rows of the whole one. Raises DataError."""
+        """Compare a part of the pipeline with the same rows of the whole pipeline. Raises DataError."""
         part, total_rows = self.opened(0, _CHECKED), int(pipeline.cardinality())
         rows = {name: array[_CHECKED.first :: _CHECKED.total] for name, array in first.items()}
         part_rows = self._first_rows(part, schema, block_rows(rows)) if block_rows(rows) else rows
@@ -215,7 +215,7 @@ class _PipelineSource(SequentialSource):
         return length
 
     def _schema(self, pipeline: Any) -> dict[str, Field]:
-        """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
+        """Return the columns of the pipeline's element spec; values whose shape differs between rows are objects."""
         spec = pipeline.element_spec
         columns = _named_components(spec, self.describe())
         shapes = [component.shape for component in columns.values()]
@@ -240,14 +240,14 @@ class _PipelineSource(SequentialSource):
 
 
 def _is_batched(pipeline: Any) -> bool:
-    """Whether the elements of a tf.data.Dataset are batches of its last transformation that changes elements."""
+    """Return whether the last transformation that changes elements of a tf.data.Dataset makes batches."""
     while type(pipeline).__name__ in _SAME_ELEMENTS:
         pipeline = pipeline._input_dataset
     return type(pipeline).__name__ in _BATCHES
 
 
 def _part_of(pipeline: Any, part: RowPart, place: int) -> Any:
-    """The rows of a part of a tf.data.Dataset, from a place on."""
+    """Return the rows of a part of a tf.data.Dataset, from a place on."""
     cycles, remainder = divmod(place, part.count)
     pipeline = pipeline.skip(cycles * part.total) if cycles else pipeline
     if part.count == part.total:
@@ -374,7 +374,7 @@ def _close_iterators() -> None:
 
 
 def _named_components(element: Any, where: str) -> dict[str, Any]:
-    """The parts of an element by column name."""
+    """Return the parts of an element by column name."""
     if isinstance(element, Mapping):
         return dict(element)
     parts: Sequence[Any] = element if isinstance(element, tuple) else (element,)
@@ -401,7 +401,7 @@ def _field_of(spec: Any) -> Field:
 
 
 def _array(values: Any, field: Field) -> Any:
-    """A batch of one column; of ragged values, an array for each row."""
+    """Return a batch of one column as an array; ragged values become an array for each row."""
     if hasattr(values, "row_lengths"):
         return object_array([row.numpy() for row in values])
     array = values.numpy()

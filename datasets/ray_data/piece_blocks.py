@@ -47,7 +47,7 @@ class Piece:
         """Return the block that holds it."""
         columns = {name: _to_arrow(array) for name, array in self.columns.items()}
         layouts = {name: layout for name, (layout, _) in columns.items()}
-        rest = cloudpickle.dumps((replace(self, samples=_NO_ROWS, passes=_NO_ROWS, columns={}), layouts))
+        header = cloudpickle.dumps((replace(self, samples=_NO_ROWS, passes=_NO_ROWS, columns={}), layouts))
         values = {
             _SAMPLES: pa.array(self.samples),
             _PASSES: pa.array(self.passes),
@@ -55,7 +55,7 @@ class Piece:
         }
         return pa.table(
             {
-                _PIECE: pa.array([rest], pa.large_binary()),
+                _PIECE: pa.array([header], pa.large_binary()),
                 **{name: pa.LargeListArray.from_arrays([0, len(stored)], stored) for name, stored in values.items()},
             }
         )
