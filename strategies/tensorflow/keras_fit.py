@@ -5,7 +5,7 @@ This module runs the loop one step at a time. The compiled step, metrics, epochs
 own, and run in the order of `fit`. A run that resumes within an epoch calls the callbacks for the start of that epoch
 again; metrics continue.
 
-Keras applies an update before its loss is known: after a loss that is not finite, the state is not sound.
+Keras applies an update before it returns the loss. After a loss that is not finite, the state is not sound.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from trainwright.strategies.tensorflow.training.train_state import (
 )
 
 _DIVIDED_STATES = "parts of a batch would mix its states: use one worker with one device"
-_KEPT_STEPS = 16  # compiled for as many numbers of rows: skipped rows make many; each takes the memory of a graph
+_MAX_COMPILED_STEPS = 16  # one for each number of rows: skipped rows cause many, and each holds a graph in memory
 
 
 class CompiledModel(KerasTrainState):
-    """A model with its loss, metrics and optimizer: of the job, or of a model that `model()` compiled.
+    """A model with its loss, metrics and optimizer, from the job or from a model that `model()` compiled.
 
-    It carries what Keras carries from step to step and does not save: the metrics of this epoch, random seeds, and
-    other variables of a user's `train_step` that neither the model nor its optimizer holds.
+    It also carries variables that Keras keeps between steps and does not save: the metrics of this epoch, random seeds,
+    and variables of a user's `train_step` that belong neither to the model nor to its optimizer.
 
     Attributes:
-        callbacks: of the user's, on this worker, while there is a loop.
-        callback_state: of a checkpoint, for callbacks that have not begun.
+        callbacks: the user's callbacks on this worker, while a loop exists.
+        callback_state: the state in a checkpoint, for callbacks that have not begun.
 
     Raises:
         JobError: also if the job and `model()` both compile.
@@ -82,42 +82,43 @@ class CompiledModel(KerasTrainState):
         self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
         if plan.mesh.data_ranks > 1:
             check_stateless(self.model, _DIVIDED_STATES, where)
-        self._steps = _StepsByRows(self.model, strategy)
-        given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
+        self._steps = _StepCache(self.model, strategy)
+        job_options = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
             self._compile()
-        elif given:
-            raise JobError([f"model() returns a compiled model: leave {given} out"], where=where)
-        if not isinstance(self.model, CustomLoop):  # which builds its optimizers in its step
+        elif job_options:
+            raise JobError([f"model() returns a compiled model: leave {job_options} out"], where=where)
+        if not isinstance(self.model, CustomLoop):  # a CustomLoop builds its optimizers in its step
             check_optimizer(self.optimizer, where)
             with strategy.scope():
                 self.optimizer.build(self.model.trainable_variables)
-        used: list[tf.Variable] = []
+        used_variables: list[tf.Variable] = []
         self._targets_by_name = False
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
             self._targets_by_name = len(spec.targets) > 1 and _names_outputs(self, spec.sample())
             sample = sample_rows(self.model, spec.sample(), plan)
-            given = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
+            arguments = keras.utils.unpack_x_y_sample_weight(self.data(sample, training=False))
             with states_reset(self.model), TensorFlowUserCode("the model", where):
-                self.model.test_on_batch(*given)  # gives the metrics their variables
+                self.model.test_on_batch(*arguments)  # creates the variables of the metrics
             self.model.reset_metrics()
-            self.model.test_function = None  # whose trace of one row a callback's evaluation would share
+            self.model.test_function = None  # a callback's evaluation would share its trace of one row
             self._check_mask(spec.sample())
         elif spec.sample is not None:
-            used = self._traced(spec.sample())
+            used_variables = self._trace_variables(spec.sample())
         self.carried = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
             "seeds": [generator.state.value for generator in seed_generators(self.model)],
         }
-        held = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
-        known = {id(_plain(each)) for each in tf.train.TrackableView(held).descendants()}
-        slots = [_plain(each) for optimizer in self.optimizers for each in optimizer.variables]
-        known |= {id(part) for each in slots for part in strategy.experimental_local_results(each)}
-        others = [each for each in used if id(each) not in known]
-        if others and isinstance(self.model, CustomLoop):
-            problem = f"the steps of CustomLoop use the variable {others[0].name!r}, and no part of it holds that"
+        checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
+        saved_ids = {id(_tf_variable(each)) for each in tf.train.TrackableView(checkpoint).descendants()}
+        slots = [_tf_variable(each) for optimizer in self.optimizers for each in optimizer.variables]
+        saved_ids |= {id(part) for each in slots for part in strategy.experimental_local_results(each)}
+        unsaved_variables = [each for each in used_variables if id(each) not in saved_ids]
+        if unsaved_variables and isinstance(self.model, CustomLoop):
+            name = unsaved_variables[0].name
+            problem = f"the steps of CustomLoop use the variable {name!r}, and no part of it holds that"
             raise JobError([f"{problem}: give its model, optimizer, metric or seed generator by a name"], where=where)
-        self.carried = {**self.carried, CARRIED_OTHERS: others}
+        self.carried = {**self.carried, CARRIED_OTHERS: unsaved_variables}
 
     @property
     def optimizer(self) -> Any:
@@ -140,15 +141,15 @@ class CompiledModel(KerasTrainState):
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizer of `compile`, and others that the model holds."""
+        """The optimizer of `compile`, and further optimizers among the attributes of the model."""
         parts = tf.train.TrackableView(self.model).descendants()
-        own = [part for part in parts if isinstance(part, keras.optimizers.Optimizer) and part is not self.optimizer]
-        return [self.optimizer, *own]
+        others = [part for part in parts if isinstance(part, keras.optimizers.Optimizer) and part is not self.optimizer]
+        return [self.optimizer, *others]
 
-    def _traced(self, row: Batch) -> list[tf.Variable]:
+    def _trace_variables(self, row: Batch) -> list[tf.Variable]:
         """Trace a user's `train_step` without running it; return the variables that it uses.
 
-        The trace makes the variables of optimizers, metrics and layers that are otherwise made in the first step. A
+        The trace creates variables of optimizers, metrics and layers that Keras would create in the first step. A
         checkpoint is loaded before that step, and needs existing variables.
 
         Raises:
@@ -159,23 +160,23 @@ class CompiledModel(KerasTrainState):
         data, where = self.data(repeat_row(row, rows), training=True), self.where
         step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
         try:
-            with self._building_once(), TensorFlowUserCode("train_step()", where):
-                traced = step.get_concrete_function()
+            with self._variables_built_once(), TensorFlowUserCode("train_step()", where):
+                graph_function = step.get_concrete_function()
         except UserCodeError:
             if not (self.model.run_eagerly or self.spec.compile == "eager"):
                 raise
             self._check_optimizers()
             return []
-        check_drawn(traced.graph, where)
-        logs = traced.structured_outputs
+        check_drawn(graph_function.graph, where)
+        logs = graph_function.structured_outputs
         if not isinstance(logs, Mapping) or not logs:
             raise JobError(['train_step() returns no dict of values: return one, such as {"loss": loss}'], where=where)
-        places = {id(handle): place for place, handle in enumerate(traced.captured_inputs)}
-        used = sorted(traced.graph.variables, key=lambda each: places.get(id(each.handle), len(places)))
-        return list({id(each): each for each in map(_whole_variable, used)}.values())
+        places = {id(handle): place for place, handle in enumerate(graph_function.captured_inputs)}
+        variables = sorted(graph_function.graph.variables, key=lambda each: places.get(id(each.handle), len(places)))
+        return list({id(each): each for each in map(_distributed_variable, variables)}.values())
 
     @contextmanager
-    def _building_once(self) -> Iterator[None]:
+    def _variables_built_once(self) -> Iterator[None]:
         """Let optimizers, metrics and losses make their variables once for all replicas within the block."""
         parts = (*self.optimizers, *compiled_parts(self.model))
         several = self.strategy.num_replicas_in_sync > 1
@@ -226,19 +227,19 @@ class CompiledModel(KerasTrainState):
             )
 
     def data(self, batch: Batch, *, training: bool) -> Any:
-        """Return inputs, targets and sample weights, if there are any, as `fit` passes them to `train_step`."""
+        """Return inputs, targets and any sample weights, as `fit` passes them to `train_step`."""
         spec = self.spec
         columns = tensor_conversion.column_tensors(spec.collation, batch, self.caller.wanted)
-        given = model_inputs(columns, spec.inputs, spec.keywords)
-        if isinstance(given, list):
-            given = given[0] if len(given) == 1 else tuple(given)
+        inputs = model_inputs(columns, spec.inputs, spec.keywords)
+        if isinstance(inputs, list):
+            inputs = inputs[0] if len(inputs) == 1 else tuple(inputs)
         targets: Any = self.caller.targets(columns) if spec.targets else None
         if self._targets_by_name:
             targets = dict(zip(spec.targets, targets, strict=True))
-        return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
+        return keras.utils.pack_x_y_sample_weight(inputs, targets, self.caller.factors(columns, training=training))
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
-        """Return a step's data, a share for each replica, as the compiled step takes it."""
+        """Return a step's data in the form that the compiled step takes: one share for each replica."""
         batch = whole_batch(feed)
         replicas = self.strategy.num_replicas_in_sync
         if batch.rows % replicas:
@@ -247,8 +248,8 @@ class CompiledModel(KerasTrainState):
         data = self.data(batch, training=training)
         size = batch.rows // replicas
         shares = [
-            tf.nest.map_structure(lambda values, at=at: values[at * size : (at + 1) * size], data)
-            for at in range(replicas)
+            tf.nest.map_structure(lambda values, start=start: values[start : start + size], data)
+            for start in range(0, batch.rows, size)
         ]
         return [tensor_conversion.distribute_values(self.strategy, shares, 0)]
 
@@ -258,12 +259,12 @@ class CompiledModel(KerasTrainState):
         self.model.make_test_function()
 
     def train(self, data: Any) -> Any:
-        """Return the logs of a step of training; `data` is what `distributed` returns. A callback can recompile it."""
+        """Return the logs of a training step; `data` is the result of `distributed`. A callback can recompile it."""
         with _losses_by_batch(self.model):
             return self._steps.get("train", data)(data)
 
     def test(self, data: Any) -> Any:
-        """Return the logs of a step of evaluation; `data` is what `distributed` returns."""
+        """Return the logs of an evaluation step; `data` is the result of `distributed`."""
         with _losses_by_batch(self.model):
             return self._steps.get("test", data)(data)
 
@@ -272,14 +273,14 @@ class CompiledModel(KerasTrainState):
         return feed.stop_requested
 
     def agree(self) -> None:
-        """Have all workers take the same decisions of callbacks: there is one worker."""
+        """Make all workers use the same decisions of callbacks. A single worker needs nothing."""
 
     def own_callbacks(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return those of the user's callbacks that run on this worker."""
+        """Return the user's callbacks that run on this worker."""
         return list(callbacks)
 
     def aside(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the state of callbacks; of those that have not begun, it is the one that they will begin with."""
+        """Return the state of callbacks. Before they begin, it is the state that they will begin with."""
         return callback_state(self.callbacks) if self.callbacks else self.callback_state
 
     def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -292,9 +293,9 @@ def _names_outputs(compiled: CompiledModel, row: Batch) -> bool:
 
     Raises JobError if a target does not have the name of an output.
     """
-    given, *_ = keras.utils.unpack_x_y_sample_weight(compiled.data(row, training=False))
+    inputs, *_ = keras.utils.unpack_x_y_sample_weight(compiled.data(row, training=False))
     with compiled.strategy.scope(), TensorFlowUserCode("the model", compiled.where):
-        outputs = compiled.model(given, training=False)
+        outputs = compiled.model(inputs, training=False)
     if not isinstance(outputs, dict):
         return False
     if not set(compiled.spec.targets) <= set(outputs):
@@ -307,38 +308,38 @@ def _names_outputs(compiled: CompiledModel, row: Batch) -> bool:
     return True
 
 
-class _StepsByRows:
+class _StepCache:
     """Keras' compiled steps, one for each number of rows of a batch.
 
-    A step of Keras' own keeps the traces of earlier batches: a second number of rows makes one of any number, which
-    TensorFlow optimizes in another way, and which all later batches use. So a resumed run would have other bits. A
-    callback that calls `model.evaluate` would share traces too.
+    A compiled step of Keras keeps its traces. At a second number of rows it traces a function for any number, which
+    TensorFlow optimizes differently and which all later batches use. So a resumed run would compute different bits. A
+    callback that calls `model.evaluate` would share these traces too.
 
     Args:
         model: the user's model.
-        strategy: that its steps run in.
+        strategy: the strategy that runs the steps.
     """
 
     def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         self._model, self._strategy = model, strategy
-        self._made: dict[str, tuple[Any, dict[int, Callable[[Any], Any]]]] = {}
+        self._compiled_steps: dict[str, tuple[Any, dict[int, Callable[[Any], Any]]]] = {}
 
     def get(self, kind: Literal["train", "test"], data: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return the step for as many rows as `data` has; `data` is what `CompiledModel.distributed` returns."""
+        """Return the step for the number of rows of `data`, the result of `CompiledModel.distributed`."""
         name = f"{kind}_function"
-        own, made = getattr(self._model, name), self._made.get(name)
-        if made is None or made[0] is not own:  # a callback has had it compiled again
-            made = self._made[name] = own, {}
-        steps = made[1]
+        keras_step, cached = getattr(self._model, name), self._compiled_steps.get(name)
+        if cached is None or cached[0] is not keras_step:  # a callback made Keras compile it again
+            cached = self._compiled_steps[name] = keras_step, {}
+        steps = cached[1]
         share = self._strategy.experimental_local_results(tf.nest.flatten(data[0])[0])[0]
         rows = int(share.shape[0])
         step = steps.pop(rows, None)
         if step is None:
             getattr(self._model, f"make_{name}")(force=True)
             step = getattr(self._model, name)
-            setattr(self._model, name, own)
-        steps[rows] = step  # the last one is the one used last
-        if len(steps) > _KEPT_STEPS:
+            setattr(self._model, name, keras_step)
+        steps[rows] = step  # the most recently used one is last
+        if len(steps) > _MAX_COMPILED_STEPS:
             del steps[next(iter(steps))]
         return step
 
@@ -348,20 +349,20 @@ class _FitLoop:
 
     Args:
         compiled: model and optimizer.
-        callbacks: of the user's; none for an evaluation alone.
+        callbacks: the user's callbacks; none to only evaluate.
     """
 
     def __init__(self, compiled: CompiledModel, callbacks: Sequence[Any] = ()) -> None:
         spec = compiled.spec
         self._compiled, self._model = compiled, compiled.model
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
-        self._begun, self._given = False, callbacks
+        self._callbacks_begun, self._user_callbacks = False, callbacks
         self._tracker = next((item for item in self._model.metrics if item.name == LOSS), None)
-        self._optimizers, self._stepping = compiled.optimizers, compiled.optimizer
-        self._counts = self._counted()
-        self._test_alone = self._tested_alone if self._model.run_eagerly else tf.function(self._tested_alone)
-        self._tested: dict[str, float] = {}
-        self._tested_rows = 0
+        self._optimizers, self._active_optimizer = compiled.optimizers, compiled.optimizer
+        self._last_counts = self._step_counts()
+        self._undivided_test = self._test_undivided if self._model.run_eagerly else tf.function(self._test_undivided)
+        self._test_logs: dict[str, float] = {}
+        self._test_rows = 0
         self._validated: tuple[str, list[MetricSums]] = ("", [])  # of the model with this digest
         self._user = TensorFlowUserCode("a callback", compiled.where)
         self._callbacks = keras.callbacks.CallbackList(
@@ -380,15 +381,15 @@ class _FitLoop:
         """Run one step with the ends of epochs and of the training. Raises NonFiniteLoss after the update."""
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         use_global_seeds(compiled.unseeded)
         data = compiled.distributed(feed, training=True)
         self._begin(epoch, batch)
-        before = self._seen()
+        totals_before = self._loss_totals()
         with TensorFlowUserCode("train_step()", compiled.where):
             logs = flat_logs(compiled.train(data))
-        loss = self._loss_of(logs, before)
-        phases = {COMPILED_PHASE: time.perf_counter() - begun}
+        loss = self._loss_of(logs, totals_before)
+        phases = {COMPILED_PHASE: time.perf_counter() - start_s}
         compiled.step = feed.step + 1
         if not math.isfinite(loss):
             compiled.sound = False
@@ -431,45 +432,45 @@ class _FitLoop:
         return sums[feed.step] if state else self._test(feed)
 
     def _begin(self, epoch: int, batch: int) -> None:
-        """Run the callbacks before a step. Where a run goes on, rates are those of its checkpoint."""
+        """Run the callbacks before a step. A run that resumes has the learning rates of its checkpoint."""
         with self._user:
-            if not self._begun:
+            if not self._callbacks_begun:
                 continues = epoch > 0 or batch > 0
                 for callback in self._callbacks.callbacks if continues else ():
                     if isinstance(callback, keras.callbacks.CSVLogger):
                         continue_log(callback, epoch)
                 with self._rates_kept(continues):
                     self._callbacks.on_train_begin()
-                restore_callbacks(self._given, self._compiled.callback_state)
-                self._compiled.callbacks = self._given
+                restore_callbacks(self._user_callbacks, self._compiled.callback_state)
+                self._compiled.callbacks = self._user_callbacks
             if batch == 0:
                 self._model.reset_metrics()
-            if batch == 0 or not self._begun:
+            if batch == 0 or not self._callbacks_begun:
                 with self._rates_kept(batch > 0):
                     self._callbacks.on_epoch_begin(epoch)
                 self._agree()
             self._callbacks.on_train_batch_begin(batch)
-        self._begun = True
+        self._callbacks_begun = True
 
     @contextmanager
-    def _rates_kept(self, kept: bool) -> Iterator[None]:
-        """Set the learning rates after the block to those before it, if they are to be kept."""
-        every = map(inner_optimizer, self._optimizers)
-        rules = [rule for rule in every if isinstance(rule._learning_rate, keras.Variable)]
-        rates = [_number(rule.learning_rate) for rule in rules] if kept else []
+    def _rates_kept(self, keep: bool) -> Iterator[None]:
+        """Restore the learning rates after the block, if `keep`."""
+        inner = map(inner_optimizer, self._optimizers)
+        rules = [rule for rule in inner if isinstance(rule._learning_rate, keras.Variable)]
+        rates = [_number(rule.learning_rate) for rule in rules] if keep else []
         yield
         for rule, rate in zip(rules, rates, strict=False):
             if _number(rule.learning_rate) != rate:
                 rule.learning_rate = rate
 
-    def _end_epoch(self, epoch: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
         """Run the validation, and log the epoch."""
         spec = self._compiled.spec
         if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
-            found |= {f"val_{name}": value for name, value in self._validate().items()}
+            logs |= {f"val_{name}": value for name, value in self._validate().items()}
         with self._user:
-            self._callbacks.on_epoch_end(epoch, found)
-        return found
+            self._callbacks.on_epoch_end(epoch, logs)
+        return logs
 
     def _results(self, logs: Any) -> dict[str, Any]:
         """Return the logs of a step: the metrics so far, over all replicas, or values of the step itself."""
@@ -488,36 +489,35 @@ class _FitLoop:
                 self._callbacks.on_test_batch_begin(feed.step)
             sums.append(self._test(feed))
             with self._user:
-                self._callbacks.on_test_batch_end(feed.step, self._tested)
+                self._callbacks.on_test_batch_end(feed.step, self._test_logs)
         with self._user:
-            self._callbacks.on_test_end(self._tested)
+            self._callbacks.on_test_end(self._test_logs)
         self._validated = (digest(self._model), sums)
-        return dict(self._tested)
+        return dict(self._test_logs)
 
     def _test(self, feed: Feed) -> MetricSums:
         model, rows = self._model, feed.rows
         if feed.step == 0:
             model.reset_metrics()
-            self._tested, self._tested_rows = {}, 0
+            self._test_logs, self._test_rows = {}, 0
         replicas = self._compiled.strategy.num_replicas_in_sync
         with TensorFlowUserCode("test_step()", self._compiled.where):
             if rows % replicas:
-                logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
+                logs = self._undivided_test(self._compiled.data(whole_batch(feed), training=False))
             else:
                 logs = self._compiled.test(self._compiled.distributed(feed, training=False))
         logs = flat_logs(logs)
         logs = self._results(logs) if replicas > 1 else logs
-        seen = self._tested_rows + rows
-        found = _numbers(logs)
-        before = {name: value * self._tested_rows for name, value in self._tested.items()}
-        self._tested, self._tested_rows = found, seen
-        return MetricSums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
+        sums = {name: value * self._test_rows for name, value in self._test_logs.items()}
+        self._test_logs, self._test_rows = _numbers(logs), self._test_rows + rows
+        new_sums = {name: value * self._test_rows for name, value in self._test_logs.items()}
+        return MetricSums(totals={name: (value - sums.get(name, 0.0), rows) for name, value in new_sums.items()})
 
-    def _tested_alone(self, data: Any) -> Any:
-        """Return the logs of a batch that replicas cannot divide: all compute it, and the first counts."""
+    def _test_undivided(self, data: Any) -> Any:
+        """Return the logs of a batch that the replicas cannot divide. All compute it, and the first counts."""
         model, strategy = self._model, self._compiled.strategy
 
-        def tested() -> Any:
+        def test() -> Any:
             first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
             before = {id(each): tf.identity(each.value) for each in model.metrics_variables}
             logs = model.test_step(data)
@@ -526,37 +526,37 @@ class _FitLoop:
                 variable.value.assign(tf.where(first, new, before.get(id(variable), tf.zeros_like(new))))
             return logs
 
-        found = strategy.run(tested)
-        return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], found)
+        results = strategy.run(test)
+        return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], results)
 
-    def _counted(self) -> list[int]:
+    def _step_counts(self) -> list[int]:
         """Return the steps of each optimizer."""
         return [int(_number(optimizer.iterations)) for optimizer in self._optimizers]
 
     def _rate(self) -> float:
-        """Return the learning rate of the optimizer used last: that of `compile` can be an unused default."""
-        counts = self._counted()
-        used = [new > old for old, new in zip(self._counts, counts, strict=True)]
-        self._counts = counts
-        if any(used):
-            self._stepping = self._optimizers[used.index(True)]
-        return _number(self._stepping.learning_rate)
+        """Return the learning rate of the optimizer used last. The optimizer of `compile` can be an unused default."""
+        counts = self._step_counts()
+        updated = [new > old for old, new in zip(self._last_counts, counts, strict=True)]
+        self._last_counts = counts
+        if any(updated):
+            self._active_optimizer = self._optimizers[updated.index(True)]
+        return _number(self._active_optimizer.learning_rate)
 
-    def _seen(self) -> tuple[float, float]:
+    def _loss_totals(self) -> tuple[float, float]:
         """Return sum and number of this epoch's losses, as Keras counts them."""
         if not isinstance(self._tracker, keras.metrics.Mean):
             return 0.0, 0.0
         total, count = map(_number, self._tracker.variables)
         return total, count
 
-    def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
+    def _loss_of(self, logs: Any, totals_before: tuple[float, float]) -> float:
         """Return the loss of a step. Its logs have the mean of the epoch so far, or values of a user's `train_step`.
 
-        From a user's values it takes `loss`, or the first one if there is no `loss`.
+        Among a user's values the loss is `loss`, or the first value without a `loss`.
         """
-        total, count = self._seen()
-        if count > before[1]:
-            return (total - before[0]) / (count - before[1])
+        total, count = self._loss_totals()
+        if count > totals_before[1]:
+            return (total - totals_before[0]) / (count - totals_before[1])
         value = tf.nest.flatten(logs.get(LOSS, next(iter(logs.values()))))[0]
         return float(np.mean(tf.convert_to_tensor(value).numpy()))
 
@@ -583,7 +583,7 @@ class FitEngine(TensorFlowEngine):
         """
         fit, compiled = self._fit, self._compiled
         assert fit is not None, "warm() comes before steps"
-        sound, compiled.sound = compiled.sound, False  # Keras updates some variables while others are summed
+        sound, compiled.sound = compiled.sound, False  # a failed step may have updated a part of the variables
         report = self._guarded(lambda: fit.train(feed))
         compiled.sound = sound
         return report
@@ -624,34 +624,34 @@ def whole_batch(feed: Feed) -> Batch:
 
 @contextmanager
 def _losses_by_batch(model: keras.Model) -> Iterator[None]:
-    """Have the losses of several outputs count each batch once within the block, also a short one.
+    """Give each batch, also a short one, the same weight in the losses of several outputs within the block.
 
-    Keras weights them by the number of rows, if a step is traced with one. With a short last batch `fit` traces its
-    step with an unknown number. Here steps are traced with the numbers that they have, since a model may need one.
+    Keras weights the losses by the number of rows if the trace of a step has a fixed number. For a short last batch,
+    `fit` traces its step with an unknown number. Traces here have fixed numbers, since a model may need one.
     """
-    weighted = model.run_eagerly or model.distribute_strategy.num_replicas_in_sync > 1
+    keeps_weights = model.run_eagerly or model.distribute_strategy.num_replicas_in_sync > 1
     with ExitStack() as stack:
-        for metric in () if weighted else getattr(model._compile_loss, "metrics", ()):
-            stack.enter_context(replaced(metric, "update_state", partial(_updated, metric.update_state)))
+        for metric in () if keeps_weights else getattr(model._compile_loss, "metrics", ()):
+            stack.enter_context(replaced(metric, "update_state", partial(_update_unweighted, metric.update_state)))
         yield
 
 
-def _updated(update: Callable[[Any], Any], values: Any, sample_weight: Any = None) -> Any:
+def _update_unweighted(update: Callable[[Any], Any], values: Any, sample_weight: Any = None) -> Any:
     """Update a metric without the weight of the batch."""
     return update(values)
 
 
 def _build_once(build: Callable[..., None], *args: Any) -> None:
-    """Call a `build` outside all replicas and graphs, once all replicas have reached it, with the first one's values.
+    """Call a `build` outside all replicas and graphs, with the first replica's values, when all replicas have called.
 
-    Those of metrics and losses are tensors, of which it reads the shapes alone.
+    Metrics and losses are built from tensors: their `build` reads only the shapes.
     """
 
-    def merged(strategy: tf.distribute.Strategy) -> None:
+    def build_in_scope(strategy: tf.distribute.Strategy) -> None:
         with tf.init_scope(), strategy.scope():
             build(*args)
 
-    tf.distribute.get_replica_context().merge_call(merged)
+    tf.distribute.get_replica_context().merge_call(build_in_scope)
 
 
 def _number(value: Any) -> float:
@@ -659,13 +659,13 @@ def _number(value: Any) -> float:
     return float(tf.convert_to_tensor(value))
 
 
-def _plain(item: Any) -> Any:
+def _tf_variable(item: Any) -> Any:
     """Return the TensorFlow variable inside a Keras variable."""
     return item.value if isinstance(item, keras.Variable) else item
 
 
-def _whole_variable(variable: tf.Variable) -> tf.Variable:
-    """Return the distributed variable that a device's variable is a part of."""
+def _distributed_variable(variable: tf.Variable) -> tf.Variable:
+    """Return the distributed variable that contains a device's variable."""
     container = getattr(variable.handle, "_distributed_container", None)
     return variable if container is None else container()
 
@@ -682,23 +682,23 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
 
     def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
         result = _single(self._caller.applied("loss=", self._caller.spec.loss, outputs, targets))
-        every = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
-        values, counted = self._caller.weighted(self._caller.terms("loss=", result, every), sample_weight)
-        return loss_functions.reduce_values(values * counted, counted, "mean_with_sample_weight")
+        sample_ones = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
+        values, weights = self._caller.weighted(self._caller.terms("loss=", result, sample_ones), sample_weight)
+        return loss_functions.reduce_values(values * weights, weights, "mean_with_sample_weight")
 
 
 def _logged(results: Mapping[str, Any]) -> MetricSums:
-    """Return the values of an epoch as the history has them: single numbers beside its own columns."""
-    named = {name: value for name, value in results.items() if not log_name_problem(name)}
-    return MetricSums(totals={name: (value, 1.0) for name, value in _numbers(named).items()})
+    """Return the values of an epoch for the history: single numbers whose names are no columns of the history."""
+    loggable = {name: value for name, value in results.items() if not log_name_problem(name)}
+    return MetricSums(totals={name: (value, 1.0) for name, value in _numbers(loggable).items()})
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs with those of dicts in them, as Keras does: the result of `compile_metrics` is a dict."""
-    found: dict[str, Any] = {}
+    """Return logs with nested dicts flattened, as Keras does: the result of `compile_metrics` is a dict."""
+    flat: dict[str, Any] = {}
     for name, value in logs.items():
-        found |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
-    return found
+        flat |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:

@@ -7,9 +7,9 @@ all weights are 1 (W = rows); otherwise gradients are scaled by rows / W before 
 AutoGraph rewrites the job's loss, step and metrics, as in a `tf.function` of the user. It does not rewrite code of
 trainwright, which would take seconds in each new process.
 
-Keras gives `y_pred` a mask if a layer made one (`Embedding(mask_zero=True)`, `Masking`), and a loss can give its values
-another mask (`ignore_class`). `Model.fit` leaves masked values out of loss and metrics, in the sum and in the number
-that the sum is divided by. Here the masks become the weights of `Terms`.
+Layers can give `y_pred` a mask (`Embedding(mask_zero=True)`, `Masking`), and a loss can give its values another mask
+(`ignore_class`). `Model.fit` leaves masked values out of loss and metrics, both out of the sum and out of the divisor.
+Here the masks become the weights of `Terms`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class KerasCaller:
 
     def outputs(self, model: keras.Model, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
         """Return the model's outputs for the input columns."""
-        given = model_inputs(columns, self.spec.inputs, self.spec.keywords)
+        inputs = model_inputs(columns, self.spec.inputs, self.spec.keywords)
         with TensorFlowUserCode("the model", self.where):
-            return call_model(model, given, training=training)
+            return call_model(model, inputs, training=training)
 
     def targets(self, columns: tensor_conversion.Tensors) -> Any:
         """Return the target column, or a tuple of several."""
@@ -86,12 +86,12 @@ class KerasCaller:
     def step_terms(
         self, model: keras.Model, columns: tensor_conversion.Tensors, weights: tf.Tensor
     ) -> dict[str, Terms]:
-        """Return the terms of all that `step=` returns for a micro-batch: `loss`, and other values of a dict by name.
+        """Return the terms of all results of `step=` for a micro-batch: `loss`, and the other values of a dict by name.
 
         A single number counts once for each sample.
 
         Raises:
-            JobError: there is no loss, a name is taken, or a value has the wrong shape.
+            JobError: there is no loss, a name is reserved, or a value has the wrong shape.
             UserCodeError: the step raised.
         """
         with TensorFlowUserCode("step=", self.where), log_with(refuse_log):
@@ -100,17 +100,17 @@ class KerasCaller:
             return {LOSS: self.terms("step=", result, weights)}
         if LOSS not in result:
             keys = ", ".join(map(repr, result))
-            raise self._wrong(f'step= returned a dict with the keys {keys}: add "loss", one per sample')
-        found = {LOSS: self.terms("step=", result[LOSS], weights)}
+            raise self._job_error(f'step= returned a dict with the keys {keys}: add "loss", one per sample')
+        terms = {LOSS: self.terms("step=", result[LOSS], weights)}
         for name in (each for each in result if each != LOSS):
             value = result[name]
             if problem := log_name_problem(name, self.spec.metrics):
-                raise self._wrong(problem)
+                raise self._job_error(problem)
             single = not isinstance(value, Terms) and tf.convert_to_tensor(value).shape.rank == 0
-            found[name] = self.terms(
+            terms[name] = self.terms(
                 f"{name!r} of step=", tf.fill(tf.shape(weights), value) if single else value, weights
             )
-        return found
+        return terms
 
     def loss_of(
         self,
@@ -121,53 +121,53 @@ class KerasCaller:
         *,
         training: bool,
     ) -> Terms:
-        """Return the loss terms of given outputs; each includes the cost of the model's regularizers."""
+        """Return the loss terms of the outputs. Each includes the cost of the model's regularizers."""
         assert self.spec.loss is not None, "a job has loss= or step="
         result = self.applied("loss=", self.spec.loss, outputs, self.targets(columns))
-        values, counted = self.weighted(self.terms("loss=", result, weights), self.factors(columns, training=training))
+        values, weights = self.weighted(self.terms("loss=", result, weights), self.factors(columns, training=training))
         for penalty in model.losses:
             values += tf.cast(penalty, values.dtype)
-        return Terms(values, counted)
+        return Terms(values, weights)
 
     def factors(self, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
         """Return the factor on each sample's losses, from the weight column or the classes; None without any."""
         if self.spec.sample_weight:
             return columns[self.spec.sample_weight]
         if self.spec.class_weight and training:
-            return _of_classes(columns[self.spec.targets[0]], self.spec.class_weight)
+            return _class_factors(columns[self.spec.targets[0]], self.spec.class_weight)
         return None
 
     def weighted(self, terms: Terms, factors: Any) -> Terms:
-        """Multiply losses by the samples' weights; or the terms' weights, if Keras divides a loss by their sum.
+        """Multiply losses by the samples' weights. If Keras divides the loss by their sum, multiply the terms' weights.
 
         Args:
             terms: losses and their weights.
-            factors: weights of samples, (rows,) or (rows, 1), or one for each loss; None for no weights.
+            factors: weights of the samples, (rows,) or (rows, 1), or of each loss; None for no weights.
 
         Raises:
             JobError: the shape of the weights does not fit the losses.
         """
         if factors is None:
             return terms
-        values, counted = terms
+        values, weights = terms
         factors = tf.stop_gradient(tf.cast(factors, values.dtype))
         if factors.shape.rank == values.shape.rank + 1 and factors.shape[-1] == 1:
             factors = factors[..., 0]
-        factors = self._fitted("sample_weight=", factors, values)
+        factors = self._shape_weights("sample_weight=", factors, values)
         if getattr(self.spec.loss, "reduction", None) == MEAN_BY_WEIGHT:
-            return Terms(values, counted * factors)
-        return Terms(values * factors, counted)
+            return Terms(values, weights * factors)
+        return Terms(values * factors, weights)
 
     def metric(self, name: str, outputs: Any, columns: tensor_conversion.Tensors, weights: tf.Tensor) -> Terms:
         """Return the terms of a metric."""
-        what = f"metric {name!r}"
-        result = self.applied(what, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
-        return self.terms(what, result, weights)
+        subject = f"metric {name!r}"
+        result = self.applied(subject, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
+        return self.terms(subject, result, weights)
 
     def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """Return the result of a loss or metric: values, or Terms. Raises JobError, UserCodeError."""
         if problem := order_problem(what, function):
-            raise self._wrong(problem)
+            raise self._job_error(problem)
         with TensorFlowUserCode(what, self.where), log_with(refuse_log):
             result = apply_function(function, outputs, targets, metric=metric)
         _check_broadcast(what, function, outputs, targets, result, self.where)
@@ -189,47 +189,47 @@ class KerasCaller:
         values = tf.convert_to_tensor(result.values if isinstance(result, Terms) else result)
         self._check(what, values, weights)
         values = values if values.dtype in (tf.float32, tf.float64) else tf.cast(values, tf.float32)
-        fed = _rowwise(tf.cast(weights, values.dtype), values)
-        counted = tf.broadcast_to(fed, tf.shape(values))
+        sample_weights = _rowwise(tf.cast(weights, values.dtype), values)
+        value_weights = tf.broadcast_to(sample_weights, tf.shape(values))
         if isinstance(result, Terms):
-            own = tf.stop_gradient(tf.cast(result.weights, values.dtype))
-            counted = counted * self._fitted(what, own, values)
-        return Terms(tf.where(counted == 0.0, tf.zeros_like(values), values), counted)
+            user_weights = tf.stop_gradient(tf.cast(result.weights, values.dtype))
+            value_weights = value_weights * self._shape_weights(what, user_weights, values)
+        return Terms(tf.where(value_weights == 0.0, tf.zeros_like(values), values), value_weights)
 
     def _check(self, what: str, values: tf.Tensor, weights: tf.Tensor) -> None:
         if values.shape.rank == 0:
             loss = "one loss per sample: use reduction=None"
-            wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
-            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
+            remedy = "one value per sample, without a mean" if what.startswith("metric") else loss
+            raise self._job_error(f"{what} returned a single number: return {remedy}, or Terms(values, weights)")
         if not values.shape[:1].is_compatible_with(weights.shape[:1]):
-            raise self._wrong(
+            raise self._job_error(
                 f"{what} returned shape {tuple(values.shape)} for a batch of {weights.shape[0]} rows: the first "
                 "dimension must be the batch, one loss per sample; for tokens or pixels return (samples, k) or "
                 "Terms(values, weights)"
             )
 
-    def _fitted(self, what: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    def _shape_weights(self, what: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Return the user's weights in the shape of the values."""
         leading = values.shape[: weights.shape.rank].is_compatible_with(weights.shape)
         try:
             return tf.broadcast_to(_rowwise(weights, values) if leading else weights, tf.shape(values))
         except (ValueError, tf.errors.InvalidArgumentError):
-            raise self._wrong(
+            raise self._job_error(
                 f"{what} has weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
                 "give each value its weight"
             ) from None
 
-    def _wrong(self, problem: str) -> JobError:
+    def _job_error(self, problem: str) -> JobError:
         return JobError([problem], where=self.where)
 
 
 def model_inputs(columns: Mapping[str, Any], inputs: Sequence[str], keywords: Sequence[str]) -> Any:
-    """Return the inputs as `call_model` takes them; `keywords` has the model's argument for each, if it has names."""
-    given = [columns[name] for name in inputs]
-    return dict(zip(keywords, given, strict=True)) if keywords else given
+    """Return the inputs for `call_model`: a list, or a dict if `keywords` has the name of an argument for each."""
+    values = [columns[name] for name in inputs]
+    return dict(zip(keywords, values, strict=True)) if keywords else values
 
 
-def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
+def call_model(model: keras.Model, inputs: Any, *, training: bool | None) -> Any:
     """Call a model with its inputs.
 
     Functional models get several inputs as one structure. Other models get them as arguments, or as one structure if
@@ -237,39 +237,39 @@ def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
 
     Args:
         model: to call.
-        given: a list of inputs, or a dict of inputs by the names in the job.
+        inputs: a list of inputs, or a dict of inputs by the names of arguments.
         training: as Keras' `training=`.
     """
-    if isinstance(given, list) and len(given) == 1:
-        return model(given[0], training=training)
-    if isinstance(model, keras.Sequential | Functional) or not _takes(model.call, given):
-        return model(given, training=training)
-    if isinstance(given, dict):
-        return model(**given, training=training)
-    return model(*given, training=training)
+    if isinstance(inputs, list) and len(inputs) == 1:
+        return model(inputs[0], training=training)
+    if isinstance(model, keras.Sequential | Functional) or not _accepts_inputs(model.call, inputs):
+        return model(inputs, training=training)
+    if isinstance(inputs, dict):
+        return model(**inputs, training=training)
+    return model(*inputs, training=training)
 
 
-def _takes(call: Any, given: Any) -> bool:
+def _accepts_inputs(call: Any, inputs: Any) -> bool:
     """Whether a model's `call` has an argument for each input, by name or by position."""
-    whole = inspect.signature(call)
-    signature = whole.replace(parameters=[each for each in whole.parameters.values() if each.name != "training"])
-    names, places = (given, ()) if isinstance(given, dict) else ({}, given)
+    signature = inspect.signature(call)
+    parameters = [each for each in signature.parameters.values() if each.name != "training"]
+    names, places = (inputs, ()) if isinstance(inputs, dict) else ({}, inputs)
     try:
-        signature.bind_partial(*places, **names)
+        signature.replace(parameters=parameters).bind_partial(*places, **names)
     except TypeError:
         return False
     return True
 
 
-def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
+def _class_factors(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
     """Return the weights (rows,) of the samples' classes, numbers or one-hot, as Keras does for `class_weight`."""
     if targets.shape.rank > 1:
         targets = targets[..., 0] if targets.shape[-1] == 1 else tf.argmax(targets, -1)
     classes = tf.cast(tf.round(tf.cast(targets, tf.float64)), tf.int64)
-    found = tf.ones_like(classes, tf.float64)
+    factors = tf.ones_like(classes, tf.float64)
     for number, weight in weights.items():
-        found = tf.where(classes == number, tf.constant(weight, tf.float64), found)
-    return found
+        factors = tf.where(classes == number, tf.constant(weight, tf.float64), factors)
+    return factors
 
 
 def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
@@ -281,7 +281,7 @@ def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 # --- One call of a loss or metric -------------------------------------------------------------------------------------
 
 
-_BROADCAST_ROWS = (2, 3)  # of the outputs and the targets by which a broadcast is recognized
+_BROADCAST_ROWS = (2, 3)  # rows of the outputs and of the targets in the trial that detects a broadcast
 
 
 class MaskedTerms(Terms):
@@ -292,10 +292,10 @@ def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
     """Call a loss or metric as Keras does, without its reduction.
 
     Args:
-        function: (outputs, targets) -> values or Terms; or one that takes them in Keras' order.
-        outputs: of the model.
+        function: (outputs, targets) -> values or Terms; or a function with arguments in Keras' order.
+        outputs: outputs of the model.
         targets: the target column, or a tuple of several.
-        metric: whether it is called as a metric: Keras then converts no targets.
+        metric: whether the function is a metric: Keras then converts no targets.
 
     Returns:
         Values, one or more for each sample; or Terms: the user's, or `MaskedTerms`.
@@ -305,7 +305,7 @@ def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
     """
     if isinstance(function, DistillationLoss | StudentMetric):
         return function(outputs, targets)
-    return _masked(function, outputs, _call_function(function, outputs, targets, metric=metric), metric)
+    return _apply_mask(function, outputs, _call_function(function, outputs, targets, metric=metric), metric)
 
 
 def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
@@ -325,8 +325,8 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
 def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, result: Any, where: str) -> None:
     """Raise JobError if one output and one target were broadcast to all pairs of samples.
 
-    The shape of the values shows it. If the function takes a mean over the pairs, a trial shows it: the function also
-    accepts outputs of two rows with targets of three.
+    The shape of the values shows a broadcast. A mean over the pairs hides it, and a trial shows it: the function also
+    accepts two rows of outputs with three rows of targets.
     """
     values = result.values if isinstance(result, Terms) else result
     if not all(tf.is_tensor(each) for each in (outputs, targets, values)):
@@ -334,7 +334,7 @@ def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, resul
     shapes = tuple(outputs.shape), tuple(targets.shape)
     problem = loss_broadcast_problem(what, *shapes, tuple(values.shape))
     if not problem and sorted(map(len, shapes)) == [1, 2] and max(shapes, key=len)[-1] == 1:
-        pairs = _of_pairs(function, outputs, targets)
+        pairs = _compares_all_pairs(function, outputs, targets)
         problem = loss_broadcast_problem(what, *shapes, (shapes[0][0],) * 2) if pairs else ""
     if problem:
         raise JobError([problem], where=where)
@@ -360,7 +360,7 @@ def _loss(function: Any, outputs: Any, targets: Any) -> Any:
     return loss.call(targets, outputs)
 
 
-def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
+def _apply_mask(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
     """Return the result without masked values; unchanged without a mask, or for Terms with weights."""
     if isinstance(result, Terms) or not tf.is_tensor(result):
         return result
@@ -371,7 +371,7 @@ def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
     if result.shape[: mask.shape.rank].is_compatible_with(mask.shape):
         return MaskedTerms(result, mask)
     if not takes_targets_first(function):
-        return result  # the function has summed over the steps itself
+        return result  # the function itself has summed over the steps
     raise JobError(
         [
             f"the outputs have a mask of shape {tuple(mask.shape)} (mask_zero=True or Masking), and the loss or metric "
@@ -380,21 +380,21 @@ def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
     )
 
 
-def _of_pairs(function: Any, outputs: Any, targets: Any) -> bool:
-    """Whether a function compares each sample's output with every target: it takes two outputs with three targets."""
+def _compares_all_pairs(function: Any, outputs: Any, targets: Any) -> bool:
+    """Whether a function compares each output with every target: it accepts two outputs with three targets."""
     specs = [
         tf.TensorSpec((rows, *each.shape[1:]), each.dtype)
         for rows, each in zip(_BROADCAST_ROWS, (outputs, targets), strict=True)
     ]
-    trial = tf.function(lambda one, other: _call_function(function, one, other), autograph=False)
+    trial = tf.function(lambda output, target: _call_function(function, output, target), autograph=False)
     try:
         graph = trial.get_concrete_function(*specs).graph
     except Exception:  # the function does not accept these shapes, as it should
         return False
-    found, waiting = set(), [each.op for each in tf.nest.flatten(graph.structured_outputs) if tf.is_tensor(each)]
+    operations, waiting = set(), [each.op for each in tf.nest.flatten(graph.structured_outputs) if tf.is_tensor(each)]
     while waiting:
         operation = waiting.pop()
-        if operation not in found:
-            found.add(operation)
+        if operation not in operations:
+            operations.add(operation)
             waiting += [each.op for each in operation.inputs]
-    return all(each.op in found for each in graph.inputs[: len(specs)])
+    return all(each.op in operations for each in graph.inputs[: len(specs)])
