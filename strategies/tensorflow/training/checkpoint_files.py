@@ -48,8 +48,8 @@ class _HostCopy:
 
     step: int | None
     arrays: _Arrays  # by their names in a checkpoint, in the order of the names
-    graph: bytes  # how TensorFlow finds objects by these names, serialized
-    optimizer: str  # name of its class
+    graph: bytes  # TensorFlow's serialized graph of objects, which maps objects to these names
+    optimizer: str  # class name of the optimizer
     aside: _Arrays  # the state of callbacks
 
     @property
@@ -61,7 +61,7 @@ class _HostCopy:
 class StateCopier:
     """Copies a replica's state to host memory, without files.
 
-    TensorFlow chooses the name of each variable in a checkpoint: the names are read from one checkpoint, written once.
+    TensorFlow chooses the name of each variable in a checkpoint. One checkpoint, written once, gives the names.
     """
 
     def __init__(self, replica: KerasTrainState) -> None:
@@ -72,28 +72,28 @@ class StateCopier:
         self._graph = bytes(graph)
         nodes = trackable_object_graph_pb2.TrackableObjectGraph.FromString(self._graph).nodes
         objects = zip(nodes, tf.train.TrackableView(checkpoint).descendants(), strict=True)
-        named = [(item.checkpoint_key, held) for node, held in objects for item in node.attributes]
-        self._held = sorted(named, key=lambda pair: pair[0])
+        pairs = [(item.checkpoint_key, trackable) for node, trackable in objects for item in node.attributes]
+        self._trackables = sorted(pairs, key=lambda pair: pair[0])
 
     def copy(self) -> _HostCopy:
         """Return a copy of the state. TensorFlow does not write into arrays that were read from a variable."""
         return _HostCopy(
             step=self._replica.step,
-            arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
+            arrays={name: array for key, trackable in self._trackables for name, array in _arrays(key, trackable)},
             graph=self._graph,
             optimizer=type(self._replica.optimizer).__name__,
             aside=self._replica.aside(),
         )
 
 
-def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def _arrays(key: str, trackable: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield the values of a variable or a lookup table, with their names in a checkpoint."""
-    if hasattr(held, "export"):
-        keys, values = held.export()
+    if hasattr(trackable, "export"):
+        keys, values = trackable.export()
         yield f"{key}-keys", np.asarray(keys.numpy())
         yield f"{key}-values", np.asarray(values.numpy())
     else:
-        yield key, np.asarray(held.numpy())
+        yield key, np.asarray(trackable.numpy())
 
 
 def to_files(copy: _HostCopy) -> dict[str, bytes]:
@@ -103,8 +103,8 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
             raise NonFiniteLoss(
                 f"a trained variable is not finite after step {copy.step}: a gradient was not, though the loss was",
                 where=name,
-                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
-                "committed before is kept",
+                remedy='set clip_norm or on_nonfinite="skip", which check the gradient of each step; earlier '
+                "checkpoints are kept",
             )
     facts = {"format": _FORMAT, "step": copy.step, "optimizer": copy.optimizer}
     tensors = {**copy.arrays, _GRAPH: np.array(copy.graph, dtype=object)}
@@ -115,8 +115,8 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
             prefix=f"{folder}/{PREFIX}", tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
         )
         files = {name: _bytes(f"{folder}/{name}") for name in sorted(tf.io.gfile.listdir(folder))}
-    beside = {_CALLBACKS: _to_bytes(copy.aside)} if copy.aside else {}
-    return {**files, **beside, _STATE: json.dumps(facts, indent=1).encode()}
+    callbacks = {_CALLBACKS: _to_bytes(copy.aside)} if copy.aside else {}
+    return {**files, **callbacks, _STATE: json.dumps(facts, indent=1).encode()}
 
 
 def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
@@ -129,10 +129,10 @@ def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
         raise _mismatch_error(f"optimizer: {facts['optimizer']} in the checkpoint, {optimizer} in the job")
     with _folder() as folder:
         prefix = _put(files, folder)
-        wanted = _checkpoint(replica, _shapes(prefix))
-        _compare(prefix, wanted)
+        checkpoint = _checkpoint(replica, _shapes(prefix))
+        _compare(prefix, checkpoint)
         with replica.strategy.scope():
-            wanted.read(prefix).assert_existing_objects_matched()
+            checkpoint.read(prefix).assert_existing_objects_matched()
     replica.put_aside(_from_bytes(files[_CALLBACKS]) if _CALLBACKS in files else {})
     replica.step, replica.sound = facts["step"], True
 
@@ -220,48 +220,48 @@ def _shapes(prefix: str) -> dict[str, list[int]]:
     return dict(_reader(prefix).get_variable_to_shape_map())
 
 
-def _checkpoint(replica: KerasTrainState, found: Mapping[str, list[int]] | None = None) -> Any:
-    """Return what a checkpoint holds: model, optimizer, and the metrics and seeds that the replica carries.
+def _checkpoint(replica: KerasTrainState, shapes: Mapping[str, list[int]] | None = None) -> Any:
+    """Return a `tf.train.Checkpoint` of model and optimizer, and the metrics and seeds that the replica carries.
 
-    If `found` has the shapes of an existing checkpoint, carried variables are left out unless it has all of them.
+    If `shapes` has the shapes of an existing checkpoint, carried variables are left out unless it has all of them.
     """
     carried = {
         name: variables
         for name, variables in replica.carried.items()
-        if found is None
+        if shapes is None
         or name == CARRIED_OTHERS
-        or all(found.get(f"{name}/{i}{_VALUE}") == variable.shape.as_list() for i, variable in enumerate(variables))
+        or all(shapes.get(f"{name}/{i}{_VALUE}") == variable.shape.as_list() for i, variable in enumerate(variables))
     }
     return tf.train.Checkpoint(model=replica.model, optimizer=replica.optimizer, **carried)
 
 
-def _compare(prefix: str, wanted: Any) -> None:
+def _compare(prefix: str, checkpoint: Any) -> None:
     """Raise CheckpointError for a variable that is missing or has another shape, before any is changed."""
-    found = _shapes(prefix)
+    shapes = _shapes(prefix)
     with _folder() as folder:
-        for name, shape in _shapes(wanted.write(f"{folder}/{PREFIX}")).items():
+        for name, shape in _shapes(checkpoint.write(f"{folder}/{PREFIX}")).items():
             if name.startswith(("_CHECKPOINTABLE", "save_counter")):
                 continue
-            if name not in found:
+            if name not in shapes:
                 raise _mismatch_error(f"{name}: missing in the checkpoint")
-            if found[name] != shape and name.endswith(_VALUE):  # a lookup table can have grown
+            if shapes[name] != shape and name.endswith(_VALUE):  # a lookup table can have grown
                 raise _mismatch_error(
-                    f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job"
+                    f"{name}: shape {tuple(shapes[name])} in the checkpoint, {tuple(shape)} in the job"
                 )
 
 
-def _mismatch_error(what: str) -> CheckpointError:
+def _mismatch_error(problem: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint holds another model or optimizer: {what}",
+        f"the checkpoint holds another model or optimizer: {problem}",
         remedy="use the model and optimizer that wrote it, or start a run under a new name",
     )
 
 
 # --- Callbacks of Keras' `fit` ----------------------------------------------------------------------------------------
 
-# Keras' own callbacks start again with each `fit`. A run that resumes would forget for how long EarlyStopping has
-# waited, and ModelCheckpoint would overwrite the best model with a worse one. So a checkpoint has the attributes by
-# which they decide, and those that a user's callback names in `carried`.
+# Keras' callbacks start again with each `fit`. A run that resumes would forget for how long EarlyStopping has waited,
+# and ModelCheckpoint would overwrite the best model with a worse one. So a checkpoint stores the attributes that their
+# decisions depend on, and the attributes that a user's callback names in `carried`.
 
 
 _CARRIED: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
@@ -273,15 +273,15 @@ _CARRIED: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 
 
 def callback_state(callbacks: Sequence[Any]) -> _Arrays:
-    """Return what a checkpoint keeps of callbacks; a list of arrays, such as the best weights, is several entries."""
-    found: dict[str, npt.NDArray[Any]] = {}
+    """Return the state of callbacks for a checkpoint. A list of arrays, such as the best weights, has several keys."""
+    state: dict[str, npt.NDArray[Any]] = {}
     for key, callback, name in _carried(callbacks):
         value = getattr(callback, name, None)
         if isinstance(value, list | tuple):
-            found |= {f"{key}/{number}": np.asarray(each) for number, each in enumerate(value)}
+            state |= {f"{key}/{number}": np.asarray(each) for number, each in enumerate(value)}
         elif value is not None:
-            found[key] = np.asarray(value)
-    return found
+            state[key] = np.asarray(value)
+    return state
 
 
 def restore_callbacks(callbacks: Sequence[Any], state: _Arrays) -> None:
@@ -295,9 +295,9 @@ def restore_callbacks(callbacks: Sequence[Any], state: _Arrays) -> None:
 
 
 def continue_log(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Have a CSVLogger append to its file, without the rows of this epoch and later ones, which come again.
+    """Make a CSVLogger append to its file, and remove the rows of this epoch and later ones, which are logged again.
 
-    A logger with `append=True` keeps all rows: they may be of earlier trainings.
+    A logger with `append=True` keeps all rows: they may come from earlier trainings.
     """
     if logger.append:
         return
@@ -306,19 +306,19 @@ def continue_log(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
         return
     with tf.io.gfile.GFile(logger.filename) as file:
         lines = list(csv.reader(file, delimiter=logger.sep))
-    kept = [line for line in lines if not (line and line[0].isdigit() and int(line[0]) >= epoch)]
-    if len(kept) < len(lines):
-        written = f"{logger.filename}.new"
-        with tf.io.gfile.GFile(written, "w") as file:
-            csv.writer(file, delimiter=logger.sep).writerows(kept)
-        tf.io.gfile.rename(written, logger.filename, overwrite=True)
+    earlier_lines = [line for line in lines if not (line and line[0].isdigit() and int(line[0]) >= epoch)]
+    if len(earlier_lines) < len(lines):
+        new_file = f"{logger.filename}.new"
+        with tf.io.gfile.GFile(new_file, "w") as file:
+            csv.writer(file, delimiter=logger.sep).writerows(earlier_lines)
+        tf.io.gfile.rename(new_file, logger.filename, overwrite=True)
 
 
 def _carried(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield each attribute that is kept: its key, the callback, its name."""
+    """Yield each attribute that a checkpoint stores: its key, the callback, its name."""
     for number, callback in enumerate(callbacks):
-        own = [name for kind, names in _CARRIED if isinstance(callback, kind) for name in names]
-        for name in (*own, *getattr(callback, "carried", ())):
+        names = [name for kind, attributes in _CARRIED if isinstance(callback, kind) for name in attributes]
+        for name in (*names, *getattr(callback, "carried", ())):
             yield f"{number}/{type(callback).__name__}/{name}", callback, name
 
 

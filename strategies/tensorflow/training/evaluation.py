@@ -1,6 +1,6 @@
 """Evaluation and prediction: without gradients, in the model's evaluation mode.
 
-They run on the worker's first device, unless `begin` runs them on another worker.
+They run on the worker's first device, unless `begin` sends them to another worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorF
 _Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> a function that waits for the result
 
 
-def _run_now(function: Any, *arguments: Any) -> Callable[[], Any]:
+def _run_at_once(function: Any, *arguments: Any) -> Callable[[], Any]:
     """Call a function at once; return a function that returns its result."""
     result = function(*arguments)
     return lambda: result
@@ -46,19 +46,19 @@ class Evaluator:
         self,
         model: keras.Model,
         caller: KerasCaller,
-        begin: _Begin = _run_now,
+        begin: _Begin = _run_at_once,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._caller, self._begin, self._scope = model, caller, begin, scope
-        self._sums = self._compiled(self._sums_of)
-        self._outputs = self._compiled(self._outputs_of)
+        self._sums = self._compile(self._sums_of)
+        self._outputs = self._compile(self._outputs_of)
 
     def evaluate(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return weighted sums and weights of the loss and each metric over the feed, in float64.
 
         Metrics with state are updated with the rows that have weight.
         """
-        begun = [
+        pending = [
             (
                 batch,
                 self._begin(
@@ -70,17 +70,17 @@ class Evaluator:
             for batch in _batches(feed)
         ]
         total = MetricSums()
-        for batch, wait in begun:
+        for batch, wait in pending:
             sums, rows = wait()
             total += MetricSums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums.items()})
             if batch.weights.any():
                 self._update(states or {}, batch.weights != 0, rows)
         return total
 
-    def _update(self, states: MetricStates, counted: npt.NDArray[Any], rows: tuple[Any, ...]) -> None:
+    def _update(self, states: MetricStates, mask: npt.NDArray[Any], rows: tuple[Any, ...]) -> None:
         """Update metrics with the outputs and targets of rows that count."""
-        if states and not counted.all():
-            rows = tf.nest.map_structure(lambda each: tf.boolean_mask(each, counted), rows)
+        if states and not mask.all():
+            rows = tf.nest.map_structure(lambda each: tf.boolean_mask(each, mask), rows)
         for name, state in states.items():
             with TensorFlowUserCode(f"metric {name!r}", self._caller.where):
                 state.update(*rows)
@@ -92,17 +92,17 @@ class Evaluator:
             raise JobError(
                 ["inputs= is missing: name the columns given to the model to predict with it"], where=self._caller.where
             )
-        found: dict[str, list[npt.NDArray[Any]]] = {}
-        begun = [
+        values_by_name: dict[str, list[npt.NDArray[Any]]] = {}
+        pending = [
             (batch, self._begin(self._outputs, tensor_conversion.column_tensors(spec.collation, batch, spec.inputs)))
             for batch in _batches(feed)
         ]
-        for batch, outputs in begun:
-            for name, value in self._chosen(dict(flatten_outputs("", outputs()))).items():
-                found.setdefault(name, []).append(self._checked(name, value, batch))
-        return {name: np.concatenate(parts) for name, parts in found.items()}
+        for batch, wait in pending:
+            for name, value in self._select_outputs(dict(flatten_outputs("", wait()))).items():
+                values_by_name.setdefault(name, []).append(self._check_output(name, value, batch))
+        return {name: np.concatenate(parts) for name, parts in values_by_name.items()}
 
-    def _compiled(self, function: Callable[..., Any]) -> Any:
+    def _compile(self, function: Callable[..., Any]) -> Any:
         @wraps(function)
         def scoped(*arguments: Any) -> Any:
             with self._scope():
@@ -111,7 +111,7 @@ class Evaluator:
         return tf.function(scoped, reduce_retracing=True, autograph=False)
 
     def _sums_of(self, columns: tensor_conversion.Tensors, weights: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Return sums by name; and outputs and targets, if a metric has state."""
+        """Return the sums by name. If a metric has state, also return outputs and targets."""
         caller, spec = self._caller, self._caller.spec
         terms: dict[str, Any] = {}
         rows: tuple[Any, ...] = ()
@@ -125,19 +125,19 @@ class Evaluator:
             terms |= {name: caller.metric(name, outputs, columns, weights) for name in means}
             if len(means) < len(spec.metrics):
                 rows = (outputs, caller.targets(columns))
-        return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}, rows
+        return {name: (_sum(term.values * term.weights), _sum(term.weights)) for name, term in terms.items()}, rows
 
     def _outputs_of(self, columns: tensor_conversion.Tensors) -> Any:
         return self._caller.outputs(self._model, columns, training=False)
 
-    def _chosen(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        wanted = self._caller.spec.outputs
-        for name in wanted:
+    def _select_outputs(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        names = self._caller.spec.outputs
+        for name in names:
             if name not in outputs:
                 raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"])
-        return {name: outputs[name] for name in wanted} if wanted else outputs
+        return {name: outputs[name] for name in names} if names else outputs
 
-    def _checked(self, name: str, value: Any, batch: Batch) -> npt.NDArray[Any]:
+    def _check_output(self, name: str, value: Any, batch: Batch) -> npt.NDArray[Any]:
         if value.shape.rank == 0 or value.shape[0] != batch.rows:
             raise JobError(
                 [

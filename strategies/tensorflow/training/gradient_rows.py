@@ -1,7 +1,7 @@
-"""Gradients as TensorFlow gives them: tensors, or rows of one as `tf.IndexedSlices`, with a row for each use of it.
+"""Gradients in TensorFlow's forms: tensors, or `tf.IndexedSlices` with a row for each use of a row of the variable.
 
-The gradient of an embedding consists of rows, and one row comes as often as its token does in the batch. Keras'
-optimizers square each of them, so they reach the optimizer as they are: with the same values as in Keras' `fit`.
+The gradient of an embedding consists of rows, and a row is repeated for each occurrence of its token in the batch.
+Keras' optimizers square each row, so they get the rows without a sum over repetitions, as in Keras' `fit`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def changed(gradient: Any, change: Callable[[Any], Any]) -> Any:
     return None if gradient is None else change(gradient)
 
 
-def added(one: Any, other: Any) -> Any:
-    """Return the sum of two gradients of a variable; rows are those of both."""
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        values, indices = (tf.concat(pair, 0) for pair in ((one.values, other.values), (one.indices, other.indices)))
-        return tf.IndexedSlices(values, indices, one.dense_shape)
-    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+def added(left: Any, right: Any) -> Any:
+    """Return the sum of two gradients of a variable; rows are concatenated."""
+    if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):
+        values, indices = (tf.concat(pair, 0) for pair in ((left.values, right.values), (left.indices, right.indices)))
+        return tf.IndexedSlices(values, indices, left.dense_shape)
+    return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)
 
 
 def whole_norm(gradients: Sequence[Any]) -> Any:
-    """Return the norm of all gradients together, (); rows of one place are added up."""
+    """Return the norm of all gradients together, (); rows with the same index are added up."""
     return tf.linalg.global_norm([tf.convert_to_tensor(each) for each in gradients])
 
 
@@ -39,10 +39,10 @@ def split_rows(gradient: Any, shapes: Sequence[Any]) -> list[Any]:
     if not isinstance(gradient, tf.IndexedSlices):
         parts: list[Any] = tf.split(gradient, [shape[0] for shape in shapes])
         return parts
-    parts, first = [], 0
+    parts, start = [], 0
     for shape in shapes:
-        own = tf.logical_and(gradient.indices >= first, gradient.indices < first + shape[0])
-        values, indices = (tf.boolean_mask(each, own) for each in (gradient.values, gradient.indices))
-        parts.append(tf.IndexedSlices(values, indices - first, tf.constant(shape, gradient.dense_shape.dtype)))
-        first += shape[0]
+        mask = tf.logical_and(gradient.indices >= start, gradient.indices < start + shape[0])
+        values, indices = (tf.boolean_mask(each, mask) for each in (gradient.values, gradient.indices))
+        parts.append(tf.IndexedSlices(values, indices - start, tf.constant(shape, gradient.dense_shape.dtype)))
+        start += shape[0]
     return parts

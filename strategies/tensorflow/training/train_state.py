@@ -28,21 +28,21 @@ class KerasTrainState(ABC):
 
     Args:
         spec: the job's functions.
-        strategy: that holds the variables.
-        plan: with the precision (`bf16` is Keras' `mixed_bfloat16`) and the number of parts of a batch.
+        strategy: the strategy that holds the variables.
+        plan: gives the precision (`bf16` is Keras' `mixed_bfloat16`) and the number of parts of a batch.
         where: the rank, for errors.
 
     Attributes:
         caller: calls the job's functions.
-        model: the user's model. One that knows no shapes yet learns them from a sample.
+        model: the user's model. A model without shapes is built by a call with a sample.
         step: completed steps; None before the first step or load.
         sound: False after a failure that may have changed only a part of the state.
         unseeded: Keras' generator of random numbers without `seed=`.
         carried: variables that neither model nor optimizer saves, by name.
 
     Raises:
-        JobError: the job's functions do not return what they should.
-        UserCodeError: they raised.
+        JobError: one of the job's functions returns a wrong value.
+        UserCodeError: one of the job's functions raised.
     """
 
     def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, where: str) -> None:
@@ -64,11 +64,11 @@ class KerasTrainState(ABC):
         """Raise JobError if the parts of a batch do not add up to the batch."""
 
     def aside(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return arrays that a checkpoint has beside the variables."""
+        """Return arrays that a checkpoint stores in addition to the variables."""
         return {}
 
     def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take these arrays of a checkpoint."""
+        """Restore these arrays of a checkpoint."""
         return
 
 
@@ -76,8 +76,8 @@ class KerasReplica(KerasTrainState):
     """The state of trainwright's own steps. Its random numbers follow from seed and step.
 
     Attributes:
-        slots: variables of the optimizer for each trained variable, in the order in which they were made.
-        sum_options: for each sum over replicas.
+        slots: variables of the optimizer for each trained variable, in the order of their creation.
+        sum_options: communication options of each sum over replicas.
     """
 
     def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, where: str) -> None:
@@ -93,7 +93,7 @@ class KerasReplica(KerasTrainState):
             self._optimizer = _with_loss_scale(optimizer, self.model)
             self.slots = build_optimizer(self.optimizer, self.model.trainable_variables)
         rule = inner_optimizer(self.optimizer)
-        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums already: Keras would sum them again
+        rule._all_reduce_sum_gradients = lambda pairs: pairs  # the gradients are sums: Keras would sum them again
         self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
@@ -105,12 +105,12 @@ class KerasReplica(KerasTrainState):
             raise JobError([problem], where=self.where)
         self.initial_rate = None if self.own_schedule else float(self._rate())
         self.seeds = [generator.state for generator in seed_generators(self.model)]
-        drawn = {id(seed) for seed in self.seeds}
-        self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
+        seed_ids = {id(seed) for seed in self.seeds}
+        self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in seed_ids]
 
     @property
     def optimizer(self) -> Any:
-        """The user's optimizer; in a LossScaleOptimizer where the model computes in float16."""
+        """The user's optimizer, inside a LossScaleOptimizer if the model computes in float16."""
         return self._optimizer
 
     def check_divided(self) -> None:
@@ -157,14 +157,14 @@ class KerasReplica(KerasTrainState):
             assert callable(self.spec.schedule), "`ModelSpec.check` refuses several functions"
             with TensorFlowUserCode("schedule=", self.where):
                 rate *= float(self.spec.schedule(step, self.spec.total_steps))
-        if self.spec.schedule is not None or float(self._rate()) != rate:  # a checkpoint may hold another
+        if self.spec.schedule is not None or float(self._rate()) != rate:  # a checkpoint may hold another rate
             with self.strategy.scope():
                 self.optimizer.learning_rate = rate
         return rate
 
 
 def sum_options(plan: Plan) -> Any:
-    """Return the options of each `all_reduce`: that of MultiWorkerMirroredStrategy ignores the strategy's pack size."""
+    """Return the options of each `all_reduce`: MultiWorkerMirroredStrategy's own ignores the strategy's pack size."""
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=plan.bytes_per_pack, implementation=plan.communication.upper()
     )
@@ -187,12 +187,12 @@ def check_optimizer(optimizer: Any, where: str) -> None:
 
 
 def check_fit_only(model: keras.Model, spec: ModelSpec, where: str) -> None:
-    """Raise JobError for what only Keras' `fit` does: a step of the model's own, or states of RNNs."""
+    """Raise JobError if only Keras' `fit` can train the model: it has its own step, or stateful RNNs."""
     check_stateless(model, 'only run="fit" carries its states from batch to batch: set run="fit"', where)
     names = ("train_step", "compute_loss")
-    own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
-    if own and spec.step is None:
-        problem = f'the model has a {own[0]}() of its own, which only run="fit" calls'
+    overridden = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
+    if overridden and spec.step is None:
+        problem = f'the model has a {overridden[0]}() of its own, which only run="fit" calls'
         raise JobError([f'{problem}: set run="fit", or compute the losses in step='], where=where)
 
 
@@ -202,19 +202,19 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Build an optimizer; return its variables for each trained one."""
-    made: dict[int, list[keras.Variable]] = {}
+    """Build an optimizer; return its variables for each trained variable."""
+    slots: dict[int, list[keras.Variable]] = {}
     rule = inner_optimizer(optimizer)
     add = rule.add_variable_from_reference
 
-    def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
+    def add_slot(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = add(reference_variable, *args, **kwargs)
-        made.setdefault(id(reference_variable), []).append(slot)
+        slots.setdefault(id(reference_variable), []).append(slot)
         return slot
 
-    with replaced(rule, "add_variable_from_reference", recorded):
+    with replaced(rule, "add_variable_from_reference", add_slot):
         optimizer.build(variables)
-    return [made.get(id(variable), []) for variable in variables]
+    return [slots.get(id(variable), []) for variable in variables]
 
 
 def _build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> keras.Model:
@@ -231,7 +231,7 @@ def _build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, 
         if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
             with states_reset(model):
                 _call_once(model, sample_rows(model, spec.sample(), plan), caller)
-        global_seed_generator()  # makes its variable here, unless the model did
+        global_seed_generator()  # creates its variable in the scope, unless the model did
     if not model.trainable_variables:
         raise JobError(
             ["model() has no variables that can be trained: build the model, or call it once"], where=caller.where
@@ -256,14 +256,14 @@ def make_callbacks(spec: ModelSpec, where: str) -> list[Any]:
 @contextmanager
 def _policy(plan: Plan) -> Iterator[None]:
     """Set Keras' policy for a plan's precision within the block."""
-    before = keras.config.dtype_policy()
+    old_policy = keras.config.dtype_policy()
     if plan.precision == "bf16":
         keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         yield
     finally:
         if plan.precision == "bf16":
-            keras.config.set_dtype_policy(before)
+            keras.config.set_dtype_policy(old_policy)
 
 
 def has_call(model: keras.Model) -> bool:
@@ -281,20 +281,20 @@ def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
 
 
 def sample_rows(model: keras.Model, row: Batch, plan: Plan) -> Batch:
-    """Return a batch for a trial call: one row; or as many as a replica computes, for layers that need that number."""
+    """Return a batch for a trial call: one row, or a replica's number of rows for layers that need that number."""
     return repeat_row(row, plan.micro_batches(plan.batch_size)[1] if _stateful_layers(model) else 1)
 
 
 @contextmanager
 def states_reset(model: keras.Model) -> Iterator[None]:
-    """Reset the states of stateful layers after the block, whose batch is none of the job's."""
+    """Reset the states of stateful layers after the block, since its batch is not a batch of the job."""
     yield
     for layer in _stateful_layers(model):
         layer.reset_state()
 
 
 def _stateful_layers(model: keras.Model) -> list[Any]:
-    """Return the layers with a state for each row of a batch, with which the next batch begins."""
+    """Return the layers that keep a state for each row of a batch, with which the next batch begins."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
 
 
