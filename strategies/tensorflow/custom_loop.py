@@ -30,8 +30,8 @@ from trainwright.strategies.tensorflow.training.train_state import inner_optimiz
 
 _PARTS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 _VARIABLES = (keras.Variable, tf.Variable, tf.Module)
-_MANY = 32  # rows whose mean tells little of the numbers that were drawn
-_EXACT, _ROUGH = 1e-4, 0.4  # relative errors, without and with drawn numbers
+_TRIAL_ROWS = 32  # rows: random numbers hardly change their mean
+_EXACT_ERROR, _RANDOM_ERROR = 1e-4, 0.4  # relative errors, without and with drawn numbers
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -66,7 +66,8 @@ class CustomLoop(keras.Model):  # type: ignore[misc]  # Keras has no types
         _check(reduction, parts)
         self.reduction = reduction
         self._share: Callable[[Any], Any] | None = None
-        self._train, self._test = _callable(train_step), None if test_step is None else _callable(test_step)
+        self._train = _as_batch_function(train_step)
+        self._test = None if test_step is None else _as_batch_function(test_step)
         self._own_metrics = [each for each in parts.values() if isinstance(each, keras.metrics.Metric)]
         object.__setattr__(self, "_updated", {})  # metrics of a step: Keras would track them
         for metric in self._own_metrics:
@@ -86,42 +87,42 @@ class CustomLoop(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Run the user's step; return what it logs."""
-        numbers, found = self._run(self._train, data)
-        wrong = [name for name, value in numbers.items() if value.shape.rank != 0]
-        if wrong:
-            problem = f"train_step() returns {wrong[0]!r}, which is not a number: return the loss, or a dict of numbers"
+        numbers, results = self._run(self._train, data)
+        names = [name for name, value in numbers.items() if value.shape.rank != 0]
+        if names:
+            problem = f"train_step() returns {names[0]!r}, which is not a number: return the loss, or a dict of numbers"
             raise JobError([problem])
-        if self.reduction == "sum":  # of which Keras takes the mean
+        if self.reduction == "sum":  # Keras takes the mean over replicas
             replicas = tf.distribute.get_strategy().num_replicas_in_sync
             numbers = {name: value * tf.cast(replicas, value.dtype) for name, value in numbers.items()}
-        return {**numbers, **found}
+        return {**numbers, **results}
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Run the user's step of an evaluation; return what it logs."""
         if self._test is None:
             raise JobError(["evaluate= needs a step: give CustomLoop(train_step, test_step, ...)"])
-        numbers, found = self._run(self._test, data)
-        if numbers or not found:
+        numbers, results = self._run(self._test, data)
+        if numbers or not results:
             problem = "test_step() updates no metric of the loop" if not numbers else "test_step() returns a value"
             raise JobError([f"{problem}: update a metric, such as keras.metrics.Mean, and return nothing"])
-        return found
+        return results
 
     def divide(self, share: Callable[[Any], Any]) -> None:
-        """Take (type) -> this worker's share of the rows of a batch, which TensorFlow's functions then divide by."""
+        """Set (type) -> this worker's share of the rows of a batch, by which TensorFlow's functions then divide."""
         self._share = share if self.reduction == "sum" else None
 
     def _run(self, step: Callable[[Any], Any], data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run a user's step; return the numbers that it returns, and the results of the metrics that it updates."""
         self._updated.clear()
-        with self._whole_batches():
+        with self._scaled_losses():
             result = step(data)
-        told = {} if result is None else dict(result) if isinstance(result, Mapping) else {"loss": result}
-        numbers = {name: tf.convert_to_tensor(value) for name, value in told.items()}
+        values = {} if result is None else dict(result) if isinstance(result, Mapping) else {"loss": result}
+        numbers = {name: tf.convert_to_tensor(value) for name, value in values.items()}
         return numbers, {metric.name: metric.result() for metric in self._updated.values()}
 
     @contextmanager
-    def _whole_batches(self) -> Iterator[None]:
-        """Within the block, have TensorFlow divide losses by the rows of the whole batch."""
+    def _scaled_losses(self) -> Iterator[None]:
+        """Make TensorFlow divide losses by the rows of the whole batch within the block."""
         share, compute, scale = self._share, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
         if share is None:
             yield
@@ -151,36 +152,36 @@ class CustomLoop(keras.Model):  # type: ignore[misc]  # Keras has no types
             where: the rank, for errors.
         """
         for step in ("train_step", "test_step") if self._test else ("train_step",):
-            one, drawn = self._measured(step, rows(1), 0.5)
-            two, _ = self._measured(step, rows(2), 1.0)
+            single, drawn = self._measure(step, rows(1), 0.5)
+            double, _ = self._measure(step, rows(2), 1.0)
             if drawn:
-                one, _ = self._measured(step, rows(_MANY), 0.5)
-                two, _ = self._measured(step, rows(2 * _MANY), 1.0)
-            for name, value in one.items():
-                counted = name.startswith("metric") or self.reduction == "sum"
-                wanted, found = value * (2.0 if counted else 1.0), two[name]
-                sizes = [float(np.linalg.norm(each)) for each in (wanted, found)]
-                error = abs(sizes[0] - sizes[1]) if drawn else float(np.linalg.norm(wanted - found))
-                if error > (_ROUGH if drawn else _EXACT) * max(sizes):
+                single, _ = self._measure(step, rows(_TRIAL_ROWS), 0.5)
+                double, _ = self._measure(step, rows(2 * _TRIAL_ROWS), 1.0)
+            for name, value in single.items():
+                adds_up = name.startswith("metric") or self.reduction == "sum"
+                expected, actual = value * (2.0 if adds_up else 1.0), double[name]
+                sizes = [float(np.linalg.norm(each)) for each in (expected, actual)]
+                error = abs(sizes[0] - sizes[1]) if drawn else float(np.linalg.norm(expected - actual))
+                if error > (_RANDOM_ERROR if drawn else _EXACT_ERROR) * max(sizes):
                     raise JobError([f"{step}(): {_divided_problem(name, self.reduction)}"], where=where)
 
-    def _measured(self, step: str, data: Any, share: float) -> tuple[dict[str, npt.NDArray[Any]], bool]:
+    def _measure(self, step: str, data: Any, share: float) -> tuple[dict[str, npt.NDArray[Any]], bool]:
         """Return gradients, logs and new states of metrics of a step; and whether it draws random numbers."""
-        seeds, own = [generator.state for generator in seed_generators(self)], self._share
+        seeds, old_share = [generator.state for generator in seed_generators(self)], self._share
         with variables_kept(self):
             self.reset_metrics()
-            drawn = [each.numpy() for each in seeds]
+            old_seeds = [each.numpy() for each in seeds]
             self.divide(lambda kind: tf.constant(share, kind))
             try:
-                with gradients_recorded(self._applied) as found:
+                with gradients_recorded(self._applied) as measured:
                     logs = getattr(self, step)(data)
             finally:
-                self._share = own
-            told = self.get_metrics_result()
-            found |= {f"value {name!r}": value.numpy() for name, value in logs.items() if name not in told}
+                self._share = old_share
+            metric_results = self.get_metrics_result()
+            measured |= {f"value {name!r}": value.numpy() for name, value in logs.items() if name not in metric_results}
             states = enumerate(self.metrics_variables)
-            found |= {f"metric variable {each.path!r} ({number})": each.numpy() for number, each in states}
-            return found, any((each.numpy() != old).any() for each, old in zip(seeds, drawn, strict=True))
+            measured |= {f"metric variable {each.path!r} ({number})": each.numpy() for number, each in states}
+            return measured, any((each.numpy() != old).any() for each, old in zip(seeds, old_seeds, strict=True))
 
 
 def check_fit(
@@ -188,13 +189,13 @@ def check_fit(
 ) -> None:
     """Raise JobError if the loss of a model that `fit` trains is no mean over rows. It changes no variable.
 
-    A model with Keras' own steps is tried in evaluation mode. The `train_step` of a user is tried as it is, unless it
-    draws random numbers: its gradients, and what it logs as a loss.
+    A model with Keras' own steps is tried in evaluation mode. The trial of a user's `train_step` compares its gradients
+    and the losses that it logs, unless it draws random numbers.
 
     Args:
         model: compiled.
-        optimizers: that its steps apply.
-        others: variables that its steps use, and that are not its own.
+        optimizers: the optimizers that its steps apply.
+        others: variables that its steps use, and that belong to no part of it.
         rows: (n) -> data of one row n times.
         where: the rank, for errors.
     """
@@ -232,12 +233,12 @@ def _as_mean(reduce: Any, values: Any, sample_weight: Any = None, reduction: Any
 
 def check_drawn(graph: Any, where: str) -> None:
     """Raise JobError if a step draws random numbers from a state that no checkpoint holds."""
-    made = graph.as_graph_def()
-    nodes = [*made.node, *(node for function in made.library.function for node in function.node_def)]
-    drawn = [node.op for node in nodes if "seed2" in node.attr]
-    if drawn:
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    drawing = [node.op for node in nodes if "seed2" in node.attr]
+    if drawing:
         problem = (
-            f"train_step() draws numbers by {drawn[0]}, as tf.random.normal() and tf.nn.dropout() do, from a state "
+            f"train_step() draws numbers by {drawing[0]}, as tf.random.normal() and tf.nn.dropout() do, from a state "
             "that no checkpoint holds: use keras.random with seed=, a keras.random.SeedGenerator of the model"
         )
         raise JobError([problem], where=where)
@@ -269,21 +270,21 @@ def _check(reduction: str, parts: Mapping[str, Any]) -> None:
         raise JobError(problems)
 
 
-def _callable(step: Any) -> Callable[[Any], Any]:
-    """Return a function of a batch that calls the user's, as `tf.function` would; of which there may be one around it.
+def _as_batch_function(step: Any) -> Callable[[Any], Any]:
+    """Return a function of a batch that calls the user's function, as `tf.function` would.
 
-    That one would keep what it traced before the gradients of all workers were summed.
+    A `tf.function` of the user is unwrapped: it would keep a trace in which the gradients of workers are not summed.
     """
     function = getattr(step, "python_function", step)
-    needed = [
+    required = [
         each for each in inspect.signature(function).parameters.values() if each.default is inspect.Parameter.empty
     ]
-    several, traced = len(needed) > 1, to_graph_code(function)
+    several, graph_function = len(required) > 1, to_graph_code(function)
 
     def call(data: Any) -> Any:
-        chosen = function if tf.executing_eagerly() else traced
-        given = data[0] if isinstance(data, tuple) and len(data) == 1 else data  # Keras' form of inputs alone
-        return chosen(*given) if several else chosen(given)
+        target = function if tf.executing_eagerly() else graph_function
+        inputs = data[0] if isinstance(data, tuple) and len(data) == 1 else data  # Keras' form of inputs alone
+        return target(*inputs) if several else target(inputs)
 
     return call
 

@@ -55,9 +55,9 @@ class _WorkerSums:
     """Sums over all workers, and this worker's share of a batch.
 
     Args:
-        strategy: whose collectives compute the sums.
-        rank, size: of this worker, and the number of workers.
-        options: of the collectives.
+        strategy: its collectives compute the sums.
+        rank, size: rank of this worker, and the number of workers.
+        options: options of the collectives.
 
     Attributes:
         stop_requested: whether some worker requested a stop in the last step.
@@ -65,27 +65,27 @@ class _WorkerSums:
 
     def __init__(self, strategy: Any, rank: int, size: int, options: Any) -> None:
         self._strategy, self.rank, self.size, self._options = strategy, rank, size, options
-        self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 to request a stop
+        self._inputs = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 to request a stop
         self.stop_requested = tf.Variable(0.0, dtype=tf.float32, trainable=False)
         self._compiled = tf.function(self.sum, autograph=False)
 
     def give(self, feed: Feed) -> None:
-        """Take over this worker's share of a batch, and its stop request."""
-        own = sum(int(np.count_nonzero(batch.weights)) for part in feed.parts for batch in part)
-        self._given.assign([own / feed.rows, float(feed.stop_requested)])
+        """Set this worker's share of a batch, and its stop request."""
+        row_count = sum(int(np.count_nonzero(batch.weights)) for part in feed.parts for batch in part)
+        self._inputs.assign([row_count / feed.rows, float(feed.stop_requested)])
 
     @property
     def own_stop_request(self) -> Any:
         """() float32: 1 if this worker requests a stop, else 0."""
-        return tf.cast(self._given[1], tf.float32)
+        return tf.cast(self._inputs[1], tf.float32)
 
     def share(self, kind: Any) -> Any:
         """Return this worker's share of the batch: (), of a type."""
-        return tf.cast(self._given[0], kind)
+        return tf.cast(self._inputs[0], kind)
 
     def counted(self, value: Any) -> Any:
         """Return a value; zeros from a worker without a row of the batch, which computed a row of another batch."""
-        return tf.where(self._given[0] > 0, value, tf.zeros_like(value))
+        return tf.where(self._inputs[0] > 0, value, tf.zeros_like(value))
 
     def weighted(self, value: Any) -> Any:
         """Return a value times the share of the batch."""
@@ -98,55 +98,55 @@ class _WorkerSums:
         return value if self.rank == 0 else tf.zeros_like(value)
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
-        """Return sums over all workers, which all call it with values of the same shapes and types in one order."""
-        found = [tf.convert_to_tensor(value) for value in values]
-        sums = list(found)
-        for kind in dict.fromkeys(value.dtype for value in found):
-            places = [place for place, value in enumerate(found) if value.dtype == kind]
-            whole = self._strategy.run(self._all_reduced, args=([found[at] for at in places],))
-            for at, value in zip(places, whole, strict=True):
-                sums[at] = value
+        """Return sums over all workers. All call it with values of the same shapes and types in one order."""
+        tensors = [tf.convert_to_tensor(value) for value in values]
+        sums = list(tensors)
+        for kind in dict.fromkeys(value.dtype for value in tensors):
+            places = [place for place, value in enumerate(tensors) if value.dtype == kind]
+            kind_sums = self._strategy.run(self._all_reduce, args=([tensors[index] for index in places],))
+            for index, value in zip(places, kind_sums, strict=True):
+                sums[index] = value
         return sums
 
     def gather(self, value: Any) -> Any:
         """Return the rows of all workers, in their order."""
-        return self._strategy.run(_all_gathered, args=(value,))
+        return self._strategy.run(_all_gather, args=(value,))
 
     def sum_now(self, values: Sequence[Any]) -> list[Any]:
         """Return sums over all workers outside of a step, by a compiled function."""
-        found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
-        return found
+        sums: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
+        return sums
 
     @contextmanager
     def own_seeds(self, seeds: Sequence[Any]) -> Iterator[list[Any]]:
-        """Have this worker draw numbers of its own within the block. Yield the states that the block has drawn from.
+        """Make this worker draw different random numbers within the block. Yield the states that the block has used.
 
-        The list is complete after the block: the others are as before, and need no sum over workers.
+        The list is complete after the block. Other states are as before, and need no sum over workers.
         """
         offset = [self.rank * _SEED_STRIDE, 0]
         for state in seeds:
             state.assign_add(tf.constant(offset, state.dtype))
-        before, drawn = [_uses(state) for state in seeds], list[Any]()
-        yield drawn
-        for state, uses in zip(seeds, before, strict=True):
+        uses_before, drawn_states = [_uses(state) for state in seeds], list[Any]()
+        yield drawn_states
+        for state, uses in zip(seeds, uses_before, strict=True):
             if uses is None or _uses(state) != uses:
-                drawn.append(state)
+                drawn_states.append(state)
             else:
                 state.assign_sub(tf.constant(offset, state.dtype))
 
-    def _all_reduced(self, values: list[Any]) -> Any:
-        """Return sums over all replicas: of copies, since the strategy asks for values with a device."""
+    def _all_reduce(self, values: list[Any]) -> Any:
+        """Return sums of copies over all replicas: the strategy needs values with a device."""
         context, copies = tf.distribute.get_replica_context(), [tf.identity(value) for value in values]
         return context.all_reduce(tf.distribute.ReduceOp.SUM, copies, self._options)
 
 
-def _all_gathered(value: Any) -> Any:
+def _all_gather(value: Any) -> Any:
     """Return the rows of all replicas."""
     return tf.distribute.get_replica_context().all_gather(tf.identity(value), axis=0)
 
 
 class _Unsaved:
-    """Stands for the model in a ModelCheckpoint that does not write, which still looks at the model's metrics."""
+    """Stands for the model in a ModelCheckpoint that does not write, but still reads the model's metrics."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -161,13 +161,13 @@ class _Unsaved:
 
 
 class _CompiledOnWorkers(CompiledModel):
-    """A compiled model whose steps are of the rows of all workers.
+    """A compiled model whose steps use the rows of all workers.
 
     Args:
         spec: the job's functions.
-        plan: with the precision.
+        plan: gives the precision.
         where: the rank, for errors.
-        sums: over all workers.
+        sums: sums over all workers.
 
     Raises:
         JobError, UserCodeError: as `CompiledModel`; or a metric cannot be summed over workers.
@@ -190,21 +190,21 @@ class _CompiledOnWorkers(CompiledModel):
         self._outer = [each for each in self.optimizers if id(each) not in inner]
         rules = [inner_optimizer(each) for each in self._outer]
         self._rates = [each for each in rules if not isinstance(each._learning_rate, scheduled)]
-        own = {id(each) for each in self.carried["seeds"]}
+        seed_ids = {id(each) for each in self.carried["seeds"]}
         frozen = {id(each) for layer in model._flatten_layers() if not layer.trainable for each in layer.variables}
-        self._kept = [
+        self._moving_statistics = [
             each.value
             for each in model.non_trainable_variables
-            if id(each) not in frozen and id(each.value) not in own and tf.as_dtype(each.dtype).is_floating
+            if id(each) not in frozen and id(each.value) not in seed_ids and tf.as_dtype(each.dtype).is_floating
         ]
         self._make_train_function()
-        with replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
+        with replaced(model, "test_step", partial(self._run_on_workers, model.test_step, False)):
             model.make_test_function(force=True)
         self._test, model.test_function = self._compiled("test_step()", model.test_function), None
 
     def _make_train_function(self) -> None:
         model = self.model
-        with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
+        with replaced(model, "train_step", partial(self._run_on_workers, model.train_step, True)):
             model.make_train_function(force=True)
         self._train_from, self._train = model.train_function, self._compiled("train_step()", model.train_function)
 
@@ -212,7 +212,7 @@ class _CompiledOnWorkers(CompiledModel):
         return step if self.model.run_eagerly else _of_any_rows(step, _AnyRowsUserCode(name, self.where))
 
     def train(self, data: Any) -> Any:
-        """Return the logs of a step of all workers. It is compiled again after a callback made Keras' own again."""
+        """Return the logs of a step of all workers. If a callback compiled Keras' step again, compile this one too."""
         if self.model.train_function is not self._train_from:
             self._make_train_function()
         return self._train(data)
@@ -222,7 +222,7 @@ class _CompiledOnWorkers(CompiledModel):
         return self._test(data)
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
-        """Return this worker's data of a step. Without a row of the batch, it is one of another batch."""
+        """Return this worker's data of a step. Without rows, it is a row of another batch, which does not count."""
         self._sums.give(feed)
         return [self.data(whole_batch(feed), training=training)]
 
@@ -231,27 +231,27 @@ class _CompiledOnWorkers(CompiledModel):
         return bool(self._sums.stop_requested.numpy() > 0)
 
     def agree(self) -> None:
-        """Give all workers the learning rates of the first, and end the training if a callback of one of them did.
+        """Give all workers the learning rates of the first, and stop all if a callback of one stopped the training.
 
         Raises:
-            JobError: callbacks of some workers had the step compiled again: it may not be that of the others.
+            JobError: callbacks of only some workers compiled the step again: workers may have different steps.
         """
         model, sums = self.model, self._sums
         rates = [float(each.learning_rate.numpy()) for each in self._rates]
-        again = float(model.train_function is not self._train_from)
-        told = [float(model.stop_training), again, *(rates if sums.rank == 0 else [0.0] * len(rates))]
-        (whole,) = sums.sum_now([tf.constant(told, tf.float64)])
-        stopped, compiled, *agreed = whole.numpy().tolist()
+        recompiled = float(model.train_function is not self._train_from)
+        decisions = [float(model.stop_training), recompiled, *(rates if sums.rank == 0 else [0.0] * len(rates))]
+        (totals,) = sums.sum_now([tf.constant(decisions, tf.float64)])
+        stopped, compiled, *agreed = totals.numpy().tolist()
         if compiled not in (0, sums.size):
             problem = f"a callback compiles the model's step again on {compiled:g} of {sums.size} workers"
             raise JobError([f"{problem}: do it on all of them, in the same hook"], where=self.where)
         model.stop_training = stopped > 0
-        for optimizer, rate, own in zip(self._rates, agreed, rates, strict=True):
-            if rate != own:
+        for optimizer, rate, own_rate in zip(self._rates, agreed, rates, strict=True):
+            if rate != own_rate:
                 optimizer.learning_rate = rate
 
     def own_callbacks(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return the callbacks of this worker. Of Keras' own that write, ModelCheckpoint alone decides on all."""
+        """Return the callbacks of this worker. Only the first writes files; a muted ModelCheckpoint runs on all."""
         if self._sums.rank == 0:
             return list(callbacks)
         for each in callbacks:
@@ -261,29 +261,29 @@ class _CompiledOnWorkers(CompiledModel):
 
     # --- a step -------------------------------------------------------------------------------------------
 
-    def _stepped(self, function: Callable[[Any], Any], training: bool, data: Any) -> Any:
+    def _run_on_workers(self, function: Callable[[Any], Any], training: bool, data: Any) -> Any:
         """Run `train_step` or `test_step` with the metrics, gradients and other state of the whole batch."""
         sums, model = self._sums, self.model
         metrics = [each.value for each in model.metrics_variables]
-        kept, own_seeds = (self._kept, self.carried["seeds"]) if training else ([], [])
-        before = [tf.identity(each) for each in (*metrics, *kept)]
+        statistics, own_seeds = (self._moving_statistics, self.carried["seeds"]) if training else ([], [])
+        old_values = [tf.identity(each) for each in (*metrics, *statistics)]
         for variable in metrics:
             variable.assign(tf.zeros_like(variable))
-        with self._whole_losses(), self._whole_gradients(), sums.own_seeds(own_seeds) as seeds:
+        with self._batch_losses(), self._batch_gradients(), sums.own_seeds(own_seeds) as seeds:
             logs = flat_logs(function(data))
         by_batch = self._by_batch
-        found = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
-        found += [sums.weighted(each - old) for each, old in zip(kept, before[len(metrics) :], strict=True)]
+        changes = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
+        changes += [sums.weighted(each - old) for each, old in zip(statistics, old_values[len(metrics) :], strict=True)]
         plain = {name: value for name, value in logs.items() if name not in model.get_metrics_result()}
-        own = [self._part(_as_float(value)) for value in plain.values()]
-        *whole, stopped = sums.sum([*found, *map(sums.of_first, seeds), *own, sums.own_stop_request])
-        for variable, old, change in zip((*metrics, *kept), before, whole, strict=False):
+        parts = [self._part(_as_float(value)) for value in plain.values()]
+        *totals, stopped = sums.sum([*changes, *map(sums.of_first, seeds), *parts, sums.own_stop_request])
+        for variable, old, change in zip((*metrics, *statistics), old_values, totals, strict=False):
             variable.assign(old + change)
-        for variable, new in zip(seeds, whole[len(before) :], strict=False):
+        for variable, new in zip(seeds, totals[len(old_values) :], strict=False):
             variable.assign(new)
         if training:
             self._sums.stop_requested.assign(stopped)
-        means = dict(zip(plain, whole[len(whole) - len(own) :], strict=True))
+        means = dict(zip(plain, totals[len(totals) - len(parts) :], strict=True))
         return {**means, **{name: value for name, value in model.get_metrics_result().items() if name in logs}}
 
     @property
@@ -293,8 +293,8 @@ class _CompiledOnWorkers(CompiledModel):
         return {id(each.value) for metric in getattr(compiled, "metrics", ()) for each in metric.variables}
 
     @contextmanager
-    def _whole_gradients(self) -> Iterator[None]:
-        """Have optimizers apply the gradients of all workers within the block."""
+    def _batch_gradients(self) -> Iterator[None]:
+        """Make optimizers apply the gradients of all workers within the block."""
         with ExitStack() as stack:
             for optimizer in self._outer:
                 stack.enter_context(replaced(optimizer, "apply", partial(self._apply, optimizer.apply)))
@@ -302,33 +302,33 @@ class _CompiledOnWorkers(CompiledModel):
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, trainable_variables: Any = None) -> Any:
         """Apply the gradients of all workers; a gradient can be None, or rows, which are gathered."""
-        whole = [changed(gradient, self._part) for gradient in gradients]
-        rows = [place for place, gradient in enumerate(whole) if isinstance(gradient, tf.IndexedSlices)]
-        places = [place for place, gradient in enumerate(whole) if gradient is not None and place not in rows]
-        for place, total in zip(places, self._sums.sum([whole[at] for at in places]), strict=True):
-            whole[place] = total
+        summed = [changed(gradient, self._part) for gradient in gradients]
+        rows = [place for place, gradient in enumerate(summed) if isinstance(gradient, tf.IndexedSlices)]
+        places = [place for place, gradient in enumerate(summed) if gradient is not None and place not in rows]
+        for place, total in zip(places, self._sums.sum([summed[index] for index in places]), strict=True):
+            summed[place] = total
         for place in rows:
-            values, indices = (self._sums.gather(each) for each in (whole[place].values, whole[place].indices))
-            whole[place] = tf.IndexedSlices(values, indices, whole[place].dense_shape)
-        return apply(whole, trainable_variables)
+            values, indices = (self._sums.gather(each) for each in (summed[place].values, summed[place].indices))
+            summed[place] = tf.IndexedSlices(values, indices, summed[place].dense_shape)
+        return apply(summed, trainable_variables)
 
     def _part(self, value: Any) -> Any:
-        """Return this worker's part of a loss or gradient of the batch: the value is a mean, or such a part itself."""
+        """Return this worker's part of a loss or gradient of the batch. The value is a mean, or already such a part."""
         return self._sums.counted(tf.convert_to_tensor(value)) if self._adds else self._sums.weighted(value)
 
     @contextmanager
-    def _whole_losses(self) -> Iterator[None]:
-        """Within the block, have Keras scale losses so that their means by the workers' shares are of the batch."""
+    def _batch_losses(self) -> Iterator[None]:
+        """Make Keras scale losses within the block, so that their mean by shares is the loss of the batch."""
         if self._adds:
             yield
             return
         with (
-            replaced(loss_functions, "reduce_values", partial(self._reduced, loss_functions.reduce_values)),
-            replaced(loss_functions, "apply_mask", partial(self._masked, loss_functions.apply_mask)),
+            replaced(loss_functions, "reduce_values", partial(self._reduce_loss, loss_functions.reduce_values)),
+            replaced(loss_functions, "apply_mask", partial(self._merge_mask, loss_functions.apply_mask)),
         ):
             yield
 
-    def _reduced(self, reduce: Any, values: Any, sample_weight: Any = None, reduction: Any = _MEANS[0]) -> Any:
+    def _reduce_loss(self, reduce: Any, values: Any, sample_weight: Any = None, reduction: Any = _MEANS[0]) -> Any:
         """Reduce losses as Keras' `reduce_values` does."""
         loss = reduce(values, sample_weight, reduction)
         if reduction == "sum" and values.shape.rank:
@@ -341,17 +341,17 @@ class _CompiledOnWorkers(CompiledModel):
             return loss * self._ratio(tf.reduce_sum(tf.cast(sample_weight, loss.dtype)))
         return loss
 
-    def _masked(self, apply: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+    def _merge_mask(self, apply: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         """Merge a mask into weights as Keras' `apply_mask` does."""
         weights = apply(sample_weight, mask, dtype, reduction)
         if mask is None or reduction not in _MEANS:
             return weights
         return weights * self._ratio(tf.reduce_sum(tf.cast(mask, weights.dtype)))
 
-    def _ratio(self, own: Any) -> Any:
-        """Return a divisor of this worker's rows, relative to that of the whole batch and its share of it."""
-        (whole,) = self._sums.sum([self._sums.counted(own)])
-        return tf.math.divide_no_nan(own, whole * self._sums.share(own.dtype))
+    def _ratio(self, divisor: Any) -> Any:
+        """Return this worker's divisor of a loss, relative to the whole batch's divisor times the worker's share."""
+        (total,) = self._sums.sum([self._sums.counted(divisor)])
+        return tf.math.divide_no_nan(divisor, total * self._sums.share(divisor.dtype))
 
     # --- what cannot be summed ----------------------------------------------------------------------------
 
@@ -381,25 +381,26 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
         self._sums: _WorkerSums | None = None
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Set a fresh build to step 0, with the values of the first worker: a model may draw some by itself."""
+        """Set a fresh build to step 0, with the values of the first worker: a model may draw its own values."""
         compiled, sums = self._compiled, self._worker_sums
-        held = [*compiled.model.variables, *(each for one in compiled.optimizers for each in one.variables)]
-        plain = [each for each in held if tf.as_dtype(each.dtype).is_floating or tf.as_dtype(each.dtype).is_integer]
-        whole = self._guarded(lambda: sums.sum_now([sums.of_first(each.value) for each in plain]))
-        for variable, value in zip(plain, whole, strict=True):
+        variables = [*compiled.model.variables, *(each for rule in compiled.optimizers for each in rule.variables)]
+        kinds = [(each, tf.as_dtype(each.dtype)) for each in variables]
+        numeric = [each for each, kind in kinds if kind.is_floating or kind.is_integer]
+        values = self._guarded(lambda: sums.sum_now([sums.of_first(each.value) for each in numeric]))
+        for variable, value in zip(numeric, values, strict=True):
             variable.assign(value)
         return super().transfer(moves)
 
     def verify(self) -> None:
         """Check that all workers hold the same model. Raises JobError."""
         sums = self._worker_sums
-        own = [0.0] * sums.size
-        own[sums.rank] = float(int(digest(self.replica.model)[:_DIGEST_DIGITS], 16))
-        (found,) = self._guarded(lambda: sums.sum_now([tf.constant(own, tf.float64)]))
-        others = [rank for rank, value in enumerate(found.numpy().tolist()) if value != float(found[0])]
-        if others:
+        digests = [0.0] * sums.size
+        digests[sums.rank] = float(int(digest(self.replica.model)[:_DIGEST_DIGITS], 16))
+        (all_digests,) = self._guarded(lambda: sums.sum_now([tf.constant(digests, tf.float64)]))
+        ranks = [rank for rank, value in enumerate(all_digests.numpy().tolist()) if value != float(all_digests[0])]
+        if ranks:
             problem = (
-                f"the model of rank {others[0]} is not that of rank 0 after step {self.replica.step}: a callback or "
+                f"the model of rank {ranks[0]} is not that of rank 0 after step {self.replica.step}: a callback or "
                 "train_step() changes variables in another way on each worker, such as by its own random numbers, or "
                 "applies gradients by an optimizer that is not an attribute of the model"
             )
@@ -417,7 +418,7 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
         assert self._sums is not None, "call build() first"
         return self._sums
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+    def _make_replica(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
         self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size, sum_options(plan))
         return _CompiledOnWorkers(spec, plan, self._where, self._sums)
@@ -444,21 +445,21 @@ class _AnyRowsUserCode(TensorFlowUserCode):
 def _of_any_rows(step: Callable[[Any], Any], tracing: TensorFlowUserCode) -> Callable[[Any], Any]:
     """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes.
 
-    So all workers run one trace, and Keras counts the losses of several outputs once for each batch: see `_by_batch`.
+    So all workers run the same trace, and Keras counts the losses of several outputs once a batch: see `_by_batch`.
 
     Args:
         step: a step of Keras.
         tracing: names the step in errors of its trace.
     """
     compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
-    traced: list[Any] = []
+    graph_functions: list[Any] = []
 
     def call(batches: Any) -> Any:
         (data,) = batches
-        if not traced:
+        if not graph_functions:
             specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
             with tracing:
-                traced.append(compiled.get_concrete_function(specs))
+                graph_functions.append(compiled.get_concrete_function(specs))
         return compiled(data)
 
     return call
@@ -472,7 +473,7 @@ def _uses(variable: tf.Variable) -> int | None:
 
 
 def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:
-    """Have a ModelCheckpoint decide, and write nothing."""
+    """Make a ModelCheckpoint decide, but write nothing."""
     set_model, callback.verbose = callback.set_model, 0
     callback.set_model = lambda model: set_model(_Unsaved(model))
 

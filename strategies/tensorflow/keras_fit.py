@@ -600,7 +600,7 @@ class FitEngine(TensorFlowEngine):
         assert isinstance(compiled, CompiledModel)
         return compiled
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+    def _make_replica(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         return CompiledModel(spec, self._strategy, plan, self._where)
 
 

@@ -144,7 +144,7 @@ class TensorFlowEngine(ABC):
         spec.check(self.capabilities)
         tf.config.run_functions_eagerly(spec.compile == "eager")
         self._program = self._evaluation = self._copier = None  # of a model before
-        self._replica = self._guarded(lambda: self._made(spec, plan))
+        self._replica = self._guarded(lambda: self._make_replica(spec, plan))
         return self._tag()
 
     def peak_memory(self) -> PeakMemory | None:
@@ -248,7 +248,7 @@ class TensorFlowEngine(ABC):
         if self._strategy is not None:
             raise TrainwrightError("TensorFlow opens one strategy in a process", remedy="start a new process")
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+    def _make_replica(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         return KerasReplica(spec, self._strategy, plan, self._where)
 
     def _ready(self) -> TrainFunction:

@@ -5,15 +5,15 @@ and a new one starts in new processes from the last checkpoint. TensorFlow's ser
 process that started one ends it.
 
 Each data rank's share of a step runs on any worker, and is an update of its own: the worker pulls the variables from
-the servers, computes the mean gradient of the share and lets the servers apply it at once, whatever others have applied
-meanwhile. The chief schedules the shares of a step and of the steps that may start before it ends, and waits for the
-step's own shares. If a worker is lost, TensorFlow runs its function again: gradients that it had pushed already are
-applied twice, in whole or in part; its loss counts once.
+the servers and computes the mean gradient of the share. The servers apply the gradient at once, also if other workers
+have changed the variables meanwhile. The chief schedules the shares of a step and of following steps that may start
+early, and waits for the shares of the step. If a worker is lost, TensorFlow runs its function again: gradients that the
+worker had already pushed are applied twice, in whole or in part; its loss counts once.
 
-The chief holds a whole replica for names, checkpoints and the model's code; the trained variables lie on the servers. A
-variable is split by rows between them if the pieces are large enough (`MinSizePartitioner`). Each piece has the
-optimizer's slots beside it, so that a worker sends gradients and nothing else. Variables are split only for optimizers
-that update each number by itself.
+The chief holds a whole replica for names, checkpoints and the model's code; the servers hold the trained variables. A
+variable is split by rows between servers if the pieces are large enough (`MinSizePartitioner`). A server also holds the
+optimizer's slots of its pieces, so that a worker sends only gradients. Variables are split only for optimizers that
+update each number independently.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from trainwright.strategies.tensorflow.training.train_state import (
 _JOBS = {"server": "ps", "worker": "worker"}  # role: job name in TensorFlow
 _POLL_S = 0.1  # between two checks for lost servers
 _COPY_S = 1e-3  # between two checks whether a computed value is copied to the chief
-_SKIPPED = (
+_SKIP_REMEDY = (
     'look at these samples, lower the learning rate, set clip_norm, or pass such shares by with on_nonfinite="skip"'
 )
-_MIN_PIECE_BYTES = 256 << 10  # of a variable that is split
+_MIN_SPLIT_BYTES = 256 << 10  # of a variable that is split
 _ELEMENTWISE_OPTIMIZERS = (
     optimizers.SGD, optimizers.Adam, optimizers.AdamW, optimizers.Adamax, optimizers.Nadam, optimizers.RMSprop,
     optimizers.Adagrad, optimizers.Adadelta, optimizers.Ftrl, optimizers.Lion,
@@ -83,16 +83,17 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     def __init__(self) -> None:
         super().__init__()
         self._coordinator: Any = None
-        self._served: _ServerVariables | None = None
+        self._server_variables: _ServerVariables | None = None
         self._shares: _CoordinatorSteps | None = None
 
     # --- the group ----------------------------------------------------------------------------------------
 
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
         """Connect the chief to all servers, and open the strategy."""
-        with free_address(group.peers[0].address.host) as own:
+        with free_address(group.peers[0].address.host) as address:
+            spec = tf.train.ClusterSpec(_cluster_spec(group, address, servers))
             resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec(_cluster_spec(group, own, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
+                spec, task_type="chief", task_id=0, rpc_layer="grpc"
             )
             strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -107,21 +108,21 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer on the chief, and their variables on the servers."""
+        """Create model and optimizer on the chief, and their variables on the servers."""
         if spec.compile == "eager":
             raise JobError(['compile="eager": parameter servers run compiled functions: leave it out'])
         return super().build(spec, plan)
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+    def _make_replica(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
         replica = KerasReplica(spec, tf.distribute.get_strategy(), plan, self._where)
         if replica.loss_scale is not None:
             problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
             remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
             raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
-        self._served = _ServerVariables(replica, self._strategy, plan.servers)
+        self._server_variables = _ServerVariables(replica, self._strategy, plan.servers)
         self._shares = _CoordinatorSteps(
-            replica, self._served, self._coordinator, self._check_servers, self._group.deadline_s
+            replica, self._server_variables, self._coordinator, self._check_servers, self._group.deadline_s
         )
         return replica
 
@@ -133,28 +134,28 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
 
     def restore(self, copy: StateSnapshot) -> StateTag:
         """Take a state copied by `snapshot`, and give it to the servers."""
-        return self._filled(super().restore(copy))
+        return self._fill_servers(super().restore(copy))
 
     def load(self, reader: StateReader) -> StateTag:
         """Take the state of a checkpoint of any TensorFlow engine, and give it to the servers."""
-        return self._filled(super().load(reader))
+        return self._fill_servers(super().load(reader))
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def warm(self, feed: Feed) -> None:
         """Compile the step by a trial step that applies nothing."""
         if self._leads:
-            self._guarded(lambda: self._leading.warm(feed))
+            self._guarded(lambda: self._steps.warm(feed))
 
     def train_step(self, feed: Feed) -> StepReport:
         """Take one step of the whole group, on the chief; the steps of `feed.following` may start.
 
         Raises:
-            NonFiniteLoss: of a share, which was not applied; others of the step may be.
+            NonFiniteLoss: a share has one and was not applied; other shares of the step may be.
             PeerLost: a server is lost, or no worker computes a share within the deadline.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
-        report = self._guarded(lambda: self._leading.train(feed))
+        report = self._guarded(lambda: self._steps.train(feed))
         if report.step == self.replica.spec.total_steps:
             self._guarded(self._finish)
         return report
@@ -162,21 +163,21 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     def _evaluating(self) -> Evaluator:
         """Return the evaluator, which runs micro-batches on the workers."""
         if self._evaluation is None:
-            leading = self._leading
+            leading = self._steps
             self._evaluation = Evaluator(self.replica.model, self.replica.caller, leading.begin, leading.scope)
         return self._evaluation
 
     # --- the chief ----------------------------------------------------------------------------------------
 
     @property
-    def _leading(self) -> _CoordinatorSteps:
+    def _steps(self) -> _CoordinatorSteps:
         assert self._shares is not None, "call build() first; only the chief steps"
         return self._shares
 
     def _fetch(self) -> None:
-        assert self._served is not None, "call build() first"
-        self._leading.drain()
-        self._served.fetch()
+        assert self._server_variables is not None, "call build() first"
+        self._steps.drain()
+        self._server_variables.fetch()
 
     def _finish(self) -> None:
         """Do what `Model.fit` does after its last step, with the state of the servers."""
@@ -185,11 +186,11 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         if inner_optimizer(replica.optimizer).use_ema:
             self._fetch()
             replica.finish()
-            self._filled(self._tag())
+            self._fill_servers(self._tag())
 
-    def _filled(self, tag: StateTag) -> StateTag:
-        if self._served is not None:
-            self._guarded(self._served.fill)
+    def _fill_servers(self, tag: StateTag) -> StateTag:
+        if self._server_variables is not None:
+            self._guarded(self._server_variables.fill)
         return tag
 
     def _check_servers(self) -> None:
@@ -210,9 +211,9 @@ def _task_of(group: Group, rank: int) -> tuple[str, int]:
     return _JOBS[role], sum(peer.role == role for peer in group.peers[:rank])
 
 
-def _cluster_spec(group: Group, own: Address, servers: Mapping[int, Address]) -> dict[str, list[str]]:
+def _cluster_spec(group: Group, chief: Address, servers: Mapping[int, Address]) -> dict[str, list[str]]:
     """Return the cluster spec of a group, from the chief's own server address and those of the others by rank."""
-    cluster: dict[str, list[str]] = {"chief": [f"{own.host}:{own.port}"], "ps": [], "worker": []}
+    cluster: dict[str, list[str]] = {"chief": [f"{chief.host}:{chief.port}"], "ps": [], "worker": []}
     for rank in range(1, group.size):
         job, _ = _task_of(group, rank)
         cluster[job].append(f"{servers[rank].host}:{servers[rank].port}")
@@ -241,11 +242,11 @@ class _CoordinatorSteps:
     """Schedules the chief's steps.
 
     Args:
-        replica: of the chief.
-        served: its variables on the servers.
+        replica: the chief's replica.
+        variables: its variables on the servers.
         coordinator: a `ClusterCoordinator`.
         check: raises PeerLost if a server is lost.
-        deadline_s: within which a worker must start on a share that the chief waits for.
+        deadline_s: a worker must start on a share within this time, while the chief waits for it.
 
     Raises:
         JobError: only Keras' `fit` can train the model.
@@ -254,39 +255,39 @@ class _CoordinatorSteps:
     def __init__(
         self,
         replica: KerasReplica,
-        served: _ServerVariables,
+        variables: _ServerVariables,
         coordinator: Any,
         check: Callable[[], None],
         deadline_s: float,
     ) -> None:
         check_fit_only(replica.model, replica.spec, replica.where)
-        self._replica, self._served, self._coordinator = replica, served, coordinator
+        self._replica, self._server_variables, self._coordinator = replica, variables, coordinator
         self._check_servers, self._deadline_s = check, deadline_s
-        self._begun: dict[int, _PendingStep] = {}
+        self._pending_steps: dict[int, _PendingStep] = {}
         self._seeds = [tensor_conversion.to_numpy(seed.value) for seed in replica.seeds]
         self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
         compiled = replica.spec.compile == "xla"
-        self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
-        self._share = tf.function(self._shared, reduce_retracing=True, autograph=False)
+        self._run_micro = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
+        self._share = tf.function(self._run_share, reduce_retracing=True, autograph=False)
 
     def warm(self, feed: Feed) -> None:
-        """Compile the step by one of weight 0 that applies nothing."""
-        for result in self._scheduled(feed, muted=True).shares:
+        """Compile the step by a trial step of weight 0, which applies nothing."""
+        for result in self._schedule(feed, muted=True).shares:
             result()
 
     def train(self, feed: Feed) -> StepReport:
         """Compute one step, and start those in `feed.following`, unless a stop is requested.
 
         The last started step reports the request to stop. Raises NonFiniteLoss if the loss of a share is not finite:
-        that share is not applied, other shares of the step may be.
+        that share is not applied, but other shares of the step may be.
         """
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         self._check_servers()
         for each in _chain(feed):
-            if each.step not in self._begun:
-                self._begun[each.step] = self._scheduled(each)
-        begun = self._begun.pop(feed.step)
-        results = [share() for share in begun.shares]
+            if each.step not in self._pending_steps:
+                self._pending_steps[each.step] = self._schedule(each)
+        pending = self._pending_steps.pop(feed.step)
+        results = [share() for share in pending.shares]
         self._check(feed, results)
         replica = self._replica
         replica.step = feed.step + 1
@@ -294,16 +295,16 @@ class _CoordinatorSteps:
         weight, loss = (float(total) for total in sums[:, :2].sum(0))
         norm = float(sums[:, 2] @ sums[:, 0]) / weight if self._wants_norm and weight else None
         return StepReport(
-            step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=begun.rate,
-            gradient_norm=norm, stop_requested=feed.stop_requested and not self._begun,
-            phases={COMPILED_PHASE: time.perf_counter() - started},
+            step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=pending.rate,
+            gradient_norm=norm, stop_requested=feed.stop_requested and not self._pending_steps,
+            phases={COMPILED_PHASE: time.perf_counter() - start_s},
             logged=logged_sums([each.logged for each in results]),
         )  # fmt: skip
 
     def drain(self) -> None:
         """Wait for all started steps: no variable changes after that."""
-        for begun in self._begun.values():
-            for result in begun.shares:
+        for pending in self._pending_steps.values():
+            for result in pending.shares:
                 result()
 
     def begin(self, function: Any, *arguments: Any) -> Callable[[], Any]:
@@ -313,24 +314,24 @@ class _CoordinatorSteps:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Let the model use the servers' variables within the block."""
-        trained, state = self._served.pull()
+        trained, state = self._server_variables.pull()
         replica = self._replica
-        drawn = [(seed, tf.constant(value)) for seed, value in zip(replica.seeds, self._seeds, strict=True)]
-        named = zip(replica.model.trainable_variables, trained, strict=True)
+        seed_values = [(seed, tf.constant(value)) for seed, value in zip(replica.seeds, self._seeds, strict=True)]
+        trained_values = zip(replica.model.trainable_variables, trained, strict=True)
         scope: AbstractContextManager[Any] = keras.StatelessScope(
-            [*named, *zip(replica.state, state, strict=True), *drawn], collect_losses=True
+            [*trained_values, *zip(replica.state, state, strict=True), *seed_values], collect_losses=True
         )
         return scope
 
-    def _scheduled(self, feed: Feed, *, muted: bool = False) -> _PendingStep:
+    def _schedule(self, feed: Feed, *, muted: bool = False) -> _PendingStep:
         rate = self._rate(feed.step)
         parts = zip(feed.parts, feed.data_ranks, strict=True)
-        given = tf.constant(rate, tf.float32)
+        rate_tensor = tf.constant(rate, tf.float32)
         shares = [
             micro_batches(self._replica.spec, self._replica.caller.wanted, part, feed.step, rank, muted=muted)
             for part, rank in parts
         ]
-        return _PendingStep(rate, [self.begin(self._share, share, given) for share in shares])
+        return _PendingStep(rate, [self.begin(self._share, share, rate_tensor) for share in shares])
 
     def _rate(self, step: int) -> float:
         """Return the learning rate of a step; each of its shares is an update."""
@@ -345,13 +346,13 @@ class _CoordinatorSteps:
         that, the function runs again on another worker. The deadline starts again while a worker computes: the driver
         finds workers that hang. `value.get()` alone would block without noticing that a server was lost.
         """
-        until = time.monotonic() + self._deadline_s
-        while time.monotonic() < until:
+        deadline = time.monotonic() + self._deadline_s
+        while time.monotonic() < deadline:
             if value._status_available_event.wait(_POLL_S):
                 if value._error is None and _is_running(value):
-                    until = time.monotonic() + self._deadline_s
+                    deadline = time.monotonic() + self._deadline_s
                 elif value._error is not None or value._has_fetched_to_local:
-                    return self._got(value)
+                    return self._get_value(value)
                 else:
                     time.sleep(_COPY_S)
             self._check_servers()
@@ -361,36 +362,36 @@ class _CoordinatorSteps:
             remedy=LOST_PEER_REMEDY,
         )
 
-    def _got(self, value: Any) -> Any:
+    def _get_value(self, value: Any) -> Any:
         try:
             return value.get()
         except tf.errors.OpError:
             self._check_servers()
             raise
 
-    def _shared(self, micros: tuple[MicroBatch, ...], rate: Any) -> _ShareResult:
+    def _run_share(self, micros: tuple[MicroBatch, ...], rate: Any) -> _ShareResult:
         """Compute the gradient of a share, and apply it on the servers if it is finite. Runs on a worker."""
-        trained, state = self._served.pull()
+        trained, state = self._server_variables.pull()
         gradients, weight, loss, losses = [tf.zeros_like(each) for each in trained], 0.0, 0.0, []
         logged: dict[str, Any] = {}
         for number, micro in enumerate(micros):
-            values, weights, own, state, others = self._one(micro, trained, state)
-            logged = {name: logged[name] + value if name in logged else value for name, value in others.items()}
-            gradients = list(map(added, gradients, own)) if number else own
+            values, weights, micro_gradients, state, micro_logged = self._run_micro(micro, trained, state)
+            logged = {name: logged[name] + value if name in logged else value for name, value in micro_logged.items()}
+            gradients = list(map(added, gradients, micro_gradients)) if number else micro_gradients
             weight += tf.cast(tf.reduce_sum(weights), tf.float64)
             loss += tf.cast(tf.reduce_sum(values * weights), tf.float64)
             losses.append(values)
-        gradients = _times(gradients, tf.math.divide_no_nan(1.0, weight))
+        gradients = _scale(gradients, tf.math.divide_no_nan(1.0, weight))
         norm = tf.cast(whole_norm(gradients) if self._wants_norm else 0.0, tf.float64)
         sums = tf.stack((weight, loss, norm))
         fine = tf.logical_and(tf.reduce_all(tf.math.is_finite(sums)), weight != 0.0)
-        largest = self._replica.spec.clip_norm
-        if largest is not None:
-            factor = largest / tf.maximum(norm, tf.constant(largest, norm.dtype))
-            gradients = _times(gradients, factor)
+        max_norm = self._replica.spec.clip_norm
+        if max_norm is not None:
+            factor = max_norm / tf.maximum(norm, tf.constant(max_norm, norm.dtype))
+            gradients = _scale(gradients, factor)
 
         def apply() -> Any:
-            self._served.push(gradients, state, rate)
+            self._server_variables.push(gradients, state, rate)
             return tf.constant(True)
 
         tf.cond(fine, apply, lambda: tf.constant(False))
@@ -408,12 +409,12 @@ class _CoordinatorSteps:
                 rows = ~np.isfinite(np.asarray(losses).reshape(batch.rows, -1)).all(axis=1)
                 bad += batch.samples[rows].tolist() if rank in ranks else []
         if ranks:
-            lost = any(not math.isfinite(float(each.sums[1])) for each in results)
-            what = "the loss became" if lost else "a gradient is"
+            bad_loss = any(not math.isfinite(float(each.sums[1])) for each in results)
+            what = "the loss became" if bad_loss else "a gradient is"
             error = NonFiniteLoss(
                 f"{what} not finite in step {feed.step + 1}" + (f", in samples {format_samples(bad)}" if bad else ""),
                 where=f"{self._replica.where}, data ranks {format_samples(ranks)}",
-                remedy=f"{_SKIPPED}; nothing of these shares was applied, other shares of the step may be",
+                remedy=f"{_SKIP_REMEDY}; nothing of these shares was applied, other shares of the step may be",
             )
             error.samples = tuple(bad)
             raise error
@@ -428,7 +429,7 @@ def _is_running(value: Any) -> bool:
 
 
 def _chain(feed: Feed) -> Iterator[Feed]:
-    """Return the feed and those that may start with it; only itself once a stop is requested."""
+    """Yield the feed and the following feeds that may start with it; only the feed if a stop is requested."""
     following: Feed | None = feed
     while following is not None:
         yield following
@@ -439,35 +440,35 @@ def _chain(feed: Feed) -> Iterator[Feed]:
 
 
 class _ServerVariables:
-    """Variables on the servers, made with the values of the chief's replica.
+    """Variables on the servers, created with the values of the chief's replica.
 
     Args:
-        replica: of the chief.
+        replica: the chief's replica.
         strategy: a `ParameterServerStrategy`, which places variables on the servers in turn.
         servers: number of servers.
 
     Attributes:
-        trained, state: the pieces of each variable of that kind of the replica, in the order of rows.
+        trained, state: the pieces of each trained variable and of each other one, in the order of rows.
         optimizer: the user's optimizer, for the pieces.
     """
 
     def __init__(self, replica: KerasReplica, strategy: tf.distribute.Strategy, servers: int) -> None:
         self._replica, self._strategy = replica, strategy
-        self._partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(_MIN_PIECE_BYTES, servers)
+        self._partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(_MIN_SPLIT_BYTES, servers)
         self._may_split = type(replica.optimizer) in _ELEMENTWISE_OPTIMIZERS and replica.optimizer.clipnorm is None
         with strategy.scope():
-            self.trained = [self._put(variable) for variable in replica.model.trainable_variables]
-            self.state = [self._put(variable) for variable in replica.state]
+            self.trained = [self._place(variable) for variable in replica.model.trainable_variables]
+            self.state = [self._place(variable) for variable in replica.state]
             with TensorFlowUserCode("optimizer()", replica.where):
                 self.optimizer = replica.spec.make_optimizer([(each.path, each) for each in self.pieces])
             slots = build_optimizer(self.optimizer, self.pieces)
         self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # a share's gradient is an update of its own
         self.optimizer._get_current_learning_rate = lambda: self._rate
         count = self.optimizer.iterations
-        count.assign_add = count.value.assign_add  # Keras reads, adds and writes, which loses counts of other shares
+        count.assign_add = count.value.assign_add  # atomic: Keras' own reads and writes, and loses concurrent counts
         self._pairs = [*zip(replica.model.trainable_variables, self.trained, strict=True)]
         self._pairs += zip(replica.state, self.state, strict=True)
-        self._pairs += self._of_optimizer(slots)
+        self._pairs += self._optimizer_pairs(slots)
         self._rate: Any = None
 
     @property
@@ -477,7 +478,7 @@ class _ServerVariables:
 
     def pull(self) -> tuple[list[Any], list[Any]]:
         """Return the values of whole trained variables and of the other state, as tensors of the current graph."""
-        return [_whole(pieces) for pieces in self.trained], [_whole(pieces) for pieces in self.state]
+        return [_join_pieces(pieces) for pieces in self.trained], [_join_pieces(pieces) for pieces in self.state]
 
     def push(self, gradients: Sequence[Any], state: Sequence[Any], rate: Any) -> None:
         """Apply gradients of whole variables with a learning rate, each piece on its server, and set the state."""
@@ -501,7 +502,7 @@ class _ServerVariables:
             for piece, part in zip(pieces, _rows(values, [piece.shape for piece in pieces]), strict=True):
                 piece.assign(part)
 
-    def _put(self, variable: keras.Variable) -> _VariablePieces:
+    def _place(self, variable: keras.Variable) -> _VariablePieces:
         values: npt.NDArray[Any] = tensor_conversion.to_numpy(variable.value)
         number = 1
         if self._may_split and variable.trainable and variable.constraint is None and values.ndim:
@@ -514,32 +515,32 @@ class _ServerVariables:
         piece.constraint = variable.constraint
         return piece
 
-    def _of_optimizer(
+    def _optimizer_pairs(
         self, slots: Sequence[Sequence[keras.Variable]]
     ) -> Iterator[tuple[keras.Variable, _VariablePieces]]:
         """Yield the variables of the chief's optimizer with their pieces; the learning rate stays with the chief."""
         ends = list(accumulate(len(pieces) for pieces in self.trained))
-        for own, end, pieces in zip(self._replica.slots, ends, self.trained, strict=True):
-            of_pieces = slots[end - len(pieces) : end]
-            for number, slot in enumerate(own):
-                yield slot, tuple(each[number] for each in of_pieces)
-        pairs = zip(_others(self._replica.optimizer, self._replica.slots), _others(self.optimizer, slots), strict=True)
-        for variable, piece in pairs:
+        for chief_slots, end, pieces in zip(self._replica.slots, ends, self.trained, strict=True):
+            piece_slots = slots[end - len(pieces) : end]
+            for number, slot in enumerate(chief_slots):
+                yield slot, tuple(each[number] for each in piece_slots)
+        unslotted = _unslotted(self._replica.optimizer, self._replica.slots)
+        for variable, piece in zip(unslotted, _unslotted(self.optimizer, slots), strict=True):
             yield variable, (piece,)
 
 
-def _others(optimizer: Any, slots: Sequence[Sequence[keras.Variable]]) -> list[keras.Variable]:
+def _unslotted(optimizer: Any, slots: Sequence[Sequence[keras.Variable]]) -> list[keras.Variable]:
     """Return an optimizer's variables that belong to no trained variable, without its learning rate."""
-    known = {id(slot) for each in slots for slot in each} | {id(optimizer._learning_rate)}
-    return [variable for variable in optimizer.variables if id(variable) not in known]
+    slot_ids = {id(slot) for each in slots for slot in each} | {id(optimizer._learning_rate)}
+    return [variable for variable in optimizer.variables if id(variable) not in slot_ids]
 
 
-def _whole(pieces: _VariablePieces) -> Any:
+def _join_pieces(pieces: _VariablePieces) -> Any:
     parts = [tf.convert_to_tensor(piece.value) for piece in pieces]
     return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
 
 
-def _times(gradients: Sequence[Any], factor: Any) -> list[Any]:
+def _scale(gradients: Sequence[Any], factor: Any) -> list[Any]:
     return [changed(gradient, lambda values: values * tf.cast(factor, values.dtype)) for gradient in gradients]
 
 
