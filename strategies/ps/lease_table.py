@@ -44,7 +44,7 @@ class ClosedRound:
 class _Round:
     step: int
     steps: int
-    units: set[WorkUnit]  # that are not done
+    units: set[WorkUnit]  # units that are not done
     done: set[WorkUnit] = field(default_factory=set)
 
 
@@ -65,7 +65,7 @@ class _Rounds:
         self.first = self._started = 0  # the first round that is not closed, and the first that is not started
         self._open: dict[int, _Round] = {}
         self.next = [0] * shares
-        self._heap = [(0, share) for share in range(shares)]  # of the same
+        self._heap = [(0, share) for share in range(shares)]  # heap of `next`, updated when it is read
 
     @property
     def step(self) -> int:
@@ -96,34 +96,34 @@ class _Rounds:
         if at == self._started:
             self._start()
         self.next[share] = at + 1
-        mine = self._open[at]
-        return WorkUnit(mine.step, share, mine.steps)
+        current = self._open[at]
+        return WorkUnit(current.step, share, current.steps)
 
     def finish(self, unit: WorkUnit, at: int) -> None:
         """A unit that `wants` names is done."""
-        mine = self._open[at]
-        mine.units.remove(unit)
-        mine.done.add(unit)
+        current = self._open[at]
+        current.units.remove(unit)
+        current.done.add(unit)
 
     def close_next(self) -> tuple[ClosedRound, set[WorkUnit]] | None:
-        """Close the first round if enough of its units are done: the round, and units that now count in the next."""
-        mine = self._open.get(self.first)
-        if mine is None:
+        """Close the first round if enough units are done; return it, and its other units, which count in the next."""
+        current = self._open.get(self.first)
+        if current is None:
             return None
-        last = mine.step + mine.steps >= self.until
-        if len(mine.units) > (0 if last else self._backup):
+        is_last = current.step + current.steps >= self.until
+        if len(current.units) > (0 if is_last else self._backup):
             return None
         del self._open[self.first]
-        units = tuple(sorted(mine.done))
-        closed = ClosedRound(at=self.first, step=mine.step, steps=mine.steps, units=units)
+        units = tuple(sorted(current.done))
+        closed = ClosedRound(at=self.first, step=current.step, steps=current.steps, units=units)
         self.first += 1
-        if mine.units:
+        if current.units:
             if self.first == self._started:
                 self._start()
-            for unit in mine.units:
+            for unit in current.units:
                 self.next[unit.share] = max(self.next[unit.share], self.first)
                 self._open[self.first].units.add(unit)
-        return closed, mine.units
+        return closed, current.units
 
     def _start(self) -> None:
         """Start the next round."""
@@ -156,9 +156,9 @@ class LeaseTable:
         self._rounds = _Rounds(
             shares=shares, start=start, consistency=consistency, local_steps=local_steps, window=window
         )
-        self._held = _HeldLeases(self.wants)
-        self._free: list[tuple[int, WorkUnit]] = []  # heap of units that were leased and are wanted again
-        self._wanted: set[tuple[int, WorkUnit]] = set()  # the entries of the heap that still are
+        self._leases = _ActiveLeases(self.wants)
+        self._queue: list[tuple[int, WorkUnit]] = []  # heap of units to lease again
+        self._queued: set[tuple[int, WorkUnit]] = set()  # the valid entries of the heap
         self._closed: list[ClosedRound] = []
 
     @property
@@ -187,38 +187,38 @@ class LeaseTable:
     def lease(self, worker: str, prefer: int, now_s: float) -> Grant | None:
         """Lease a unit to a worker that has nothing to do; None if nothing may start now.
 
-        The oldest of the units that are wanted again and the worker's own share `prefer`; without these, the oldest
-        unit that was never leased. If all are out: a copy of a unit that another worker would take longer for. The unit
-        that the worker held before is leased to others.
+        It is the oldest of the queued units and the worker's own share `prefer`; without these, the oldest unit that
+        was never leased. If all units are leased, it is a copy of a unit that another worker would finish later. The
+        unit that the worker held before is leased to others.
         """
         self.release(worker)
-        self._want_overdue(now_s)
-        found = self._unheld(prefer % self._rounds.shares) or self._copied(worker, now_s)
-        if found is None:
+        self._requeue_overdue(now_s)
+        candidate = self._take_free(prefer % self._rounds.shares) or self._take_copy(worker, now_s)
+        if candidate is None:
             return None
-        at, unit = found
-        self._held.add(worker, at, unit, now_s)
+        at, unit = candidate
+        self._leases.add(worker, at, unit, now_s)
         return Grant(unit, at, 0 if self._bound is None else max(0, at - self._bound))
 
     def first(self, workers: Iterable[str], now_s: float) -> str | None:
         """Return the first of these idle workers to which `lease` gives a unit; None if to none."""
-        self._want_overdue(now_s)
-        if self._wanted or self._rounds.may_start(self._rounds.oldest()[0]):
+        self._requeue_overdue(now_s)
+        if self._queued or self._rounds.may_start(self._rounds.oldest()[0]):
             return next(iter(workers), None)
-        return self._held.first_copier(workers, now_s)
+        return self._leases.first_copier(workers, now_s)
 
     def due_s(self) -> float | None:
-        """Return when to call `first` again although nothing happened: the next lease is overdue. None: never."""
-        return self._held.due_s()
+        """Return when the next lease is overdue: call `first` again then. None for never."""
+        return self._leases.due_s()
 
     def done(self, worker: str, unit: WorkUnit, at: int, now_s: float) -> bool:
         """Every server has the unit's push. Return False if it was done before, or its round is closed."""
-        self._held.finish(worker, unit, at, now_s)
+        self._leases.finish(worker, unit, at, now_s)
         if not self.wants(unit, at):
             return False
         self._rounds.finish(unit, at)
-        self._wanted.discard((at, unit))
-        self._held.forget_unit(unit)
+        self._queued.discard((at, unit))
+        self._leases.forget_unit(unit)
         self._close()
         return True
 
@@ -232,58 +232,58 @@ class LeaseTable:
 
     def release(self, worker: str) -> None:
         """A worker has nothing to do; a unit that it alone held is wanted again."""
-        lease = self._held.release(worker)
+        lease = self._leases.release(worker)
         if lease is not None:
-            self._want(lease.at, lease.unit)
+            self._requeue(lease.at, lease.unit)
 
     def lost(self, worker: str) -> None:
         """A worker is lost: its unit is wanted again."""
         self.release(worker)
-        self._held.forget_worker(worker)
+        self._leases.forget_worker(worker)
 
     def closings(self) -> list[ClosedRound]:
         """Return the rounds that closed since the last call, in order."""
         closed, self._closed = self._closed, []
         return closed
 
-    def _unheld(self, share: int) -> tuple[int, WorkUnit] | None:
+    def _take_free(self, share: int) -> tuple[int, WorkUnit] | None:
         """Take a unit that no worker holds, for the worker of a share."""
         next_at = self._rounds.next[share]
-        own = next_at if self._rounds.may_start(next_at) else None
-        while self._free and self._free[0] not in self._wanted:
-            heapq.heappop(self._free)
-        if self._free and (own is None or self._free[0][0] < own):
-            found = heapq.heappop(self._free)
-            self._wanted.remove(found)
+        own_round = next_at if self._rounds.may_start(next_at) else None
+        while self._queue and self._queue[0] not in self._queued:
+            heapq.heappop(self._queue)
+        if self._queue and (own_round is None or self._queue[0][0] < own_round):
+            entry = heapq.heappop(self._queue)
+            self._queued.remove(entry)
             self.again += 1
-            return found
-        at, share = (own, share) if own is not None else self._rounds.oldest()
+            return entry
+        at, share = (own_round, share) if own_round is not None else self._rounds.oldest()
         return (at, self._rounds.take(at, share)) if self._rounds.may_start(at) else None
 
-    def _copied(self, worker: str, now_s: float) -> tuple[int, WorkUnit] | None:
-        found = self._held.pop_copy(worker, now_s)
-        self.again += found is not None
-        return found
+    def _take_copy(self, worker: str, now_s: float) -> tuple[int, WorkUnit] | None:
+        copy = self._leases.pop_copy(worker, now_s)
+        self.again += copy is not None
+        return copy
 
-    def _want(self, at: int, unit: WorkUnit) -> None:
+    def _requeue(self, at: int, unit: WorkUnit) -> None:
         """Lease a unit again, unless it is done."""
-        if self.wants(unit, at) and (at, unit) not in self._wanted:
-            self._wanted.add((at, unit))
-            heapq.heappush(self._free, (at, unit))
+        if self.wants(unit, at) and (at, unit) not in self._queued:
+            self._queued.add((at, unit))
+            heapq.heappush(self._queue, (at, unit))
 
-    def _want_overdue(self, now_s: float) -> None:
+    def _requeue_overdue(self, now_s: float) -> None:
         """Let other workers have the units of overdue leases too."""
-        for lease in self._held.pop_overdue(now_s):
-            self._want(lease.at, lease.unit)
+        for lease in self._leases.pop_overdue(now_s):
+            self._requeue(lease.at, lease.unit)
 
     def _close(self) -> None:
         """Close rounds in order, as far as enough of their units are done."""
-        while (found := self._rounds.close_next()) is not None:
-            closed, dropped = found
+        while (closing := self._rounds.close_next()) is not None:
+            closed, dropped = closing
             self._closed.append(closed)
             for unit in dropped:
-                self._held.forget_unit(unit)
-                self._want(self._rounds.first, unit)
+                self._leases.forget_unit(unit)
+                self._requeue(self._rounds.first, unit)
 
 
 # --- Which worker holds which unit, since when, and how long that usually takes ---------------------------------------
@@ -297,8 +297,8 @@ class _Lease(NamedTuple):
     since_s: float  # when it was leased
 
 
-class _HeldLeases:
-    """The leases that are out.
+class _ActiveLeases:
+    """The active leases.
 
     Args:
         wants: (unit, round) -> whether the unit still counts in that round and is not done.
@@ -324,7 +324,7 @@ class _HeldLeases:
         if mean_s is None:
             self._undated.append((worker, lease))
             return
-        self._date(worker, lease, mean_s)
+        self._set_due(worker, lease, mean_s)
         if len(self._slowest) > self._sweep:
             self._slowest = [entry for entry in self._slowest if self._wants(entry[3], entry[2])]
             heapq.heapify(self._slowest)
@@ -347,15 +347,15 @@ class _HeldLeases:
         del self._leases[worker]
         self._holders.get(unit, set()).discard(worker)
         spent_s = now_s - lease.since_s
-        known = self._times.of(worker) is not None
+        has_mean = self._times.of(worker) is not None
         # one freeze of a worker does not count in full
-        self._times.learn(worker, min(spent_s, self._overdue_s(worker)) if known else spent_s)
+        self._times.learn(worker, min(spent_s, self._overdue_s(worker)) if has_mean else spent_s)
         undated, self._undated = self._undated, []
-        for other, held in undated:
-            if self._leases.get(other) is held:
-                mean_s = self._times.of(other)
+        for holder, undated_lease in undated:
+            if self._leases.get(holder) is undated_lease:
+                mean_s = self._times.of(holder)
                 assert mean_s is not None, "a time was just learnt"
-                self._date(other, held, mean_s)
+                self._set_due(holder, undated_lease, mean_s)
 
     def forget_unit(self, unit: WorkUnit) -> None:
         """A unit is done or dropped: nobody holds it any more."""
@@ -373,10 +373,10 @@ class _HeldLeases:
 
     def pop_overdue(self, now_s: float) -> list[_Lease]:
         """Return the leases that are overdue, each once; their workers keep them."""
-        found = []
+        leases = []
         while (due_s := self.due_s()) is not None and due_s <= now_s:
-            found.append(heapq.heappop(self._dues)[3])
-        return found
+            leases.append(heapq.heappop(self._dues)[3])
+        return leases
 
     def pop_copy(self, worker: str, now_s: float) -> tuple[int, WorkUnit] | None:
         """Return round and unit of the slowest lease if a copy on this worker would be done before it, else None.
@@ -395,7 +395,7 @@ class _HeldLeases:
             return None
         return next((worker for worker in workers if self._faster(worker, slowest_s)), None)
 
-    def _date(self, worker: str, lease: _Lease, mean_s: float) -> None:
+    def _set_due(self, worker: str, lease: _Lease, mean_s: float) -> None:
         """Enter when a lease is expected to end, and when it is overdue."""
         self._serial += 1
         heapq.heappush(self._dues, (lease.since_s + self._overdue_s(worker), self._serial, worker, lease))
@@ -406,7 +406,7 @@ class _HeldLeases:
         return _OVERDUE_FACTOR * self._times.most(worker)
 
     def _faster(self, worker: str, slowest_s: float) -> bool:
-        """Whether a worker would be done with a copy before a lease that takes so much longer."""
+        """Whether a worker would finish a copy before a lease that still takes `slowest_s`."""
         mean_s = self._times.of(worker)
         return mean_s is not None and slowest_s > _SPECULATION_FACTOR * mean_s
 
@@ -443,7 +443,7 @@ class _ServiceTimes:
     def least(self) -> float | None:
         """The least mean; None while nothing is known."""
         if self._least is None and self._of_all is not None:
-            self._least = min(one.mean_s for one in (self._of_all, *self._by_worker.values()))
+            self._least = min(times.mean_s for times in (self._of_all, *self._by_worker.values()))
         return self._least
 
     def of(self, worker: str) -> float | None:
@@ -458,16 +458,16 @@ class _ServiceTimes:
         return times.mean_s + _DEVIATIONS * times.off_s
 
     def learn(self, worker: str, spent_s: float) -> None:
-        """Take the time of a unit that a worker did."""
+        """Add the time of a unit to a worker's mean."""
         if self._of_all is None:
             self._of_all = _ServiceTime(mean_s=spent_s)
         times = self._by_worker.get(worker)
         if times is None:
             times = self._by_worker[worker] = _ServiceTime(mean_s=spent_s)
-        for one in (times, self._of_all):
-            before_s = one.mean_s
-            one.learn(spent_s)
-            self._changed(before_s, one.mean_s)
+        for mean in (times, self._of_all):
+            before_s = mean.mean_s
+            mean.learn(spent_s)
+            self._changed(before_s, mean.mean_s)
 
     def forget(self, worker: str) -> None:
         """Drop a lost worker."""

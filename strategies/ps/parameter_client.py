@@ -73,7 +73,7 @@ class ParameterClient:
         """Allocate the memory for pulls and pushes.
 
         Args:
-            shards: of the servers.
+            shards: the shards of the servers.
             wire_bytes: by server, size of a push without its buffers.
             memory: by server, where its shard is pulled to; by default new memory.
         """
@@ -140,13 +140,13 @@ class ParameterClient:
         unit, at = self.grant.unit, self.grant.at
         head = {"worker": self._worker, "unit": [unit.step, unit.share, unit.steps], "at": at}
         for number, server in enumerate(self.servers):
-            more = {"sums": list(sums), "norm": norm, "logged": values} if number == 0 else {}
-            whole = bool(weight)
-            server.begin({"do": "push", **head, "seen": server.have[1], "weight": weight, **more}, outbox=whole)
-        taken = [server.pushed(server.end()) and bool(weight) for server in self.servers]
+            extra = {"sums": list(sums), "norm": norm, "logged": values} if number == 0 else {}
+            call = {"do": "push", **head, "seen": server.have[1], "weight": weight, **extra}
+            server.begin(call, outbox=bool(weight))
+        accepted = [server.pushed(server.end()) and bool(weight) for server in self.servers]
         if len(self.servers) > 1:
             self.servers[0].tell({"do": "done", **head})
-        return taken
+        return accepted
 
     def cut(self) -> None:
         """End all connections, from any thread."""
@@ -167,9 +167,9 @@ class ServerClient:
     def __init__(self, group: Group, peer: Peer, switch: ConnectionCanceller) -> None:
         self._group, self._peer, self._switch = group, peer, switch
         self._link: ServerConnection | None = None
-        self._asked: tuple[dict[str, Any], bool] = ({}, False)
-        self._told = 0  # calls whose answers are not read yet
-        self._leaving = False  # a part of the outbox was sent already
+        self._last_call: tuple[dict[str, Any], bool] = ({}, False)
+        self._unread_answers = 0  # calls whose answers are not read yet
+        self._partly_sent = False  # a part of the outbox was sent already
         self._view = memoryview(b"")
         self._outbox: SendBuffer | None = None
         self.have: list[int] = [-1, -1]  # filling and version that are in memory
@@ -177,18 +177,18 @@ class ServerClient:
 
     def open(self) -> None:
         """Connect, and open the outbox if `lay` was called."""
-        until = self._until()
+        until = self._deadline()
         self._link = connect_to_server(self._peer, self._group.key, self._group.rank, until, self._switch)
-        self._told = 0
+        self._unread_answers = 0
         if self._switch.off:
             self._link.cut()
         if self._outbox is not None:
-            self._outbox.reopen(self._opened)
+            self._outbox.reopen(self._open_outbox)
 
     def lay(self, view: memoryview, outbox_bytes: int) -> None:
         """Set the memory to pull to, and the size of a push."""
         self._view, self.have = view, [-1, -1]
-        self._outbox = SendBuffer(self._opened, outbox_bytes)
+        self._outbox = SendBuffer(self._open_outbox, outbox_bytes)
 
     @property
     def outbox(self) -> memoryview:
@@ -204,9 +204,9 @@ class ServerClient:
     def begin(self, head: dict[str, Any], *, outbox: bool = False) -> None:
         """Send a call. If that fails, `end` sends it again."""
         if head["do"] == "push":  # ranges sent already must be pushed, or they would count for the next push
-            outbox, self._leaving = outbox or self._leaving, False
+            outbox, self._partly_sent = outbox or self._partly_sent, False
             head["keep"] = self._outbox is not None and self._outbox.keeps
-        self._asked = head, outbox
+        self._last_call = head, outbox
         try:
             self._call()
         except PeerLost:
@@ -215,14 +215,14 @@ class ServerClient:
     def end(self) -> dict[str, Any]:
         """Return the answer to the call of `begin`."""
         for attempt in range(_ATTEMPTS):
-            until = self._until()
+            until = self._deadline()
             try:
                 if attempt:
-                    self._again()
-                while "wait" in (said := self._answer(until)):
-                    until = self._until()
+                    self._resend()
+                while "wait" in (answer := self._read_answer(until)):
+                    until = self._deadline()
                     self._call()
-                return said
+                return answer
             except PeerLost:
                 if self._switch.off or attempt == _ATTEMPTS - 1 or time.monotonic() > until:
                     raise
@@ -231,39 +231,39 @@ class ServerClient:
     def tell(self, head: dict[str, Any]) -> None:
         """Send a call that may be lost; its answer is ignored."""
         try:
-            self.link.call(json.dumps(head).encode(), self._until())
-            self._told += 1
+            self.link.call(json.dumps(head).encode(), self._deadline())
+            self._unread_answers += 1
         except PeerLost:
             self.link.cut()  # the next call connects again
 
-    def take(self, said: dict[str, Any]) -> None:
+    def take(self, answer: dict[str, Any]) -> None:
         """Take the fields of the answer to a pull."""
-        self.have, self.coming = said["have"], said["size"]
+        self.have, self.coming = answer["have"], answer["size"]
         if self._outbox is not None:
             self._outbox.applied(self.have[1])
 
-    def pushed(self, said: dict[str, Any]) -> bool:
+    def pushed(self, answer: dict[str, Any]) -> bool:
         """Take the answer to a push; return whether the server accepted it."""
         assert self._outbox is not None, "lay comes first"
         try:
-            self._outbox.pushed(self._opened, kept=said["kept"], copied=said["copied"])
+            self._outbox.pushed(self._open_outbox, kept=answer["kept"], copied=answer["copied"])
         except PeerLost:
             self.link.cut()  # the next call connects again
-        return bool(said["taken"])
+        return bool(answer["taken"])
 
     def pulled(self, offset: int, size: int) -> None:
         """Wait until a range of the pulled bytes has arrived."""
         size = min(size, self.coming - offset)
         try:
             if size > 0:
-                self.link.pulled(offset, size, self._until())
+                self.link.pulled(offset, size, self._deadline())
         except PeerLost:
             self._repull()
-            self.link.pulled(offset, min(size, self.coming - offset), self._until())
+            self.link.pulled(offset, min(size, self.coming - offset), self._deadline())
 
     def ready(self, offset: int, size: int) -> None:
         """Send a range of the outbox, which does not change until the push."""
-        self._leaving = True
+        self._partly_sent = True
         assert self._outbox is not None, "lay comes first"
         try:
             self.link.ready(self._outbox.offset + offset, size)
@@ -284,32 +284,32 @@ class ServerClient:
         """Pull everything again after a connection broke while bytes were arriving."""
         if self._switch.off:
             raise PeerLost(f"the connection to {self.link.peer} was cut")
-        self._asked[0]["have"] = [-1, -1]
-        self._again()
+        self._last_call[0]["have"] = [-1, -1]
+        self._resend()
         self.take(self.end())
 
-    def _opened(self, size_bytes: int) -> memoryview:
-        return self.link.open_outbox(size_bytes, self._until())
+    def _open_outbox(self, size_bytes: int) -> memoryview:
+        return self.link.open_outbox(size_bytes, self._deadline())
 
-    def _again(self) -> None:
+    def _resend(self) -> None:
         self.link.close()
         self.open()
         self._call()
 
     def _call(self) -> None:
-        head, outbox = self._asked
+        head, outbox = self._last_call
         into = self._view if head["do"] == "pull" else None
         start, size = (self._outbox.offset, self._outbox.size_bytes) if outbox and self._outbox else (0, 0)
-        self.link.call(json.dumps(head).encode(), self._until(), offset=start, size=size, into=into)
+        self.link.call(json.dumps(head).encode(), self._deadline(), offset=start, size=size, into=into)
 
-    def _answer(self, until: float) -> dict[str, Any]:
-        while self._told:
+    def _read_answer(self, until: float) -> dict[str, Any]:
+        while self._unread_answers:
             self.link.answer(until)
-            self._told -= 1
-        said: dict[str, Any] = json.loads(self.link.answer(until))
-        return said
+            self._unread_answers -= 1
+        answer: dict[str, Any] = json.loads(self.link.answer(until))
+        return answer
 
-    def _until(self) -> float:
+    def _deadline(self) -> float:
         return time.monotonic() + self._group.deadline_s
 
 
@@ -327,7 +327,7 @@ class SendBuffer:
     def __init__(self, opened: Callable[[int], memoryview], size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._stride = -(-size_bytes // ALIGNMENT) * ALIGNMENT
-        self._held: list[int | None] = [None]
+        self._updates: list[int | None] = [None]
         self._half = 0
         self._memory = opened(size_bytes)
 
@@ -344,23 +344,23 @@ class SendBuffer:
     @property
     def keeps(self) -> bool:
         """Whether the server may use the next push in place: the other half is free for the one after it."""
-        return any(held is None for half, held in enumerate(self._held) if half != self._half)
+        return any(update is None for half, update in enumerate(self._updates) if half != self._half)
 
     def pushed(self, opened: Callable[[int], memoryview], *, kept: int | None, copied: bool) -> None:
         """The server has a push: it uses it in place for update `kept`, has copied it, or does not need it any more."""
         if kept is not None:
-            self._held[self._half] = kept
+            self._updates[self._half] = kept
             self._half = 1 - self._half
-        elif copied and len(self._held) == 1:
+        elif copied and len(self._updates) == 1:
             self._memory = opened(self._stride + self.size_bytes)
-            self._held = [None, None]
+            self._updates = [None, None]
 
     def applied(self, version: int) -> None:
         """The server has applied `version` updates: pushes of these may be overwritten."""
-        self._held = [None if held is not None and held < version else held for held in self._held]
+        self._updates = [None if update is not None and update < version else update for update in self._updates]
 
     def reopen(self, opened: Callable[[int], memoryview]) -> None:
         """Move the next push to memory of a new connection; the server still reads the others in the former memory."""
-        before, memory = self.view, opened(len(self._memory))  # where that fails, nothing has changed
-        self._memory, self._half, self._held = memory, 0, [None] * len(self._held)
-        self.view[:] = before
+        content, memory = self.view, opened(len(self._memory))  # where that fails, nothing has changed
+        self._memory, self._half, self._updates = memory, 0, [None] * len(self._updates)
+        self.view[:] = content

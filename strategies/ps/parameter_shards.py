@@ -16,29 +16,29 @@ def place_tensors(tensors: Sequence[ShardSlot], servers: int, *, cut: bool = Tru
     """Return each server's shard.
 
     A tensor larger than a fair share, total / servers, is split by rows of its first dimension into nearly equal
-    pieces, one for each server. Then the largest piece goes first, each to the server that holds least (Graham, 1969):
+    pieces, one for each server. Then each piece, the largest first, goes to the server that holds least (Graham, 1969):
     no server holds more than the fair share, the largest piece and a row of each split tensor. Trained and frozen
     tensors are balanced separately; all buffers are on the first server.
 
     Args:
-        tensors: whole, in the model's order.
-        servers: how many.
-        cut: whether tensors may be split; False for optimizers that need whole ones.
+        tensors: whole tensors, in the model's order.
+        servers: number of servers.
+        cut: whether tensors may be split; False for optimizers that need whole tensors.
     """
-    held: list[list[tuple[int, ShardSlot]]] = [[] for _ in range(servers)]
+    server_pieces: list[list[tuple[int, ShardSlot]]] = [[] for _ in range(servers)]
     for kind in ("trained", "frozen"):
-        mine = [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == kind]
-        total = sum(tensor.size for _, tensor in mine)
+        kind_tensors = [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == kind]
+        total = sum(tensor.size for _, tensor in kind_tensors)
         loads = [0] * servers
-        for place, tensor in sorted(mine, key=lambda one: (-one[1].size, one[0])):
+        for place, tensor in sorted(kind_tensors, key=lambda entry: (-entry[1].size, entry[0])):
             pieces = _split_rows(tensor, servers if cut and _exceeds_fair_share(tensor.size, servers, total) else 1)
             # a server holds one piece of a tensor at most
             emptiest = sorted(range(servers), key=lambda server: (loads[server], server))
             for server, piece in zip(emptiest, pieces, strict=False):
                 loads[server] += piece.size
-                held[server].append((place, piece))
-    held[0] += [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == "buffer"]
-    return tuple(_lay_out(one) for one in held)
+                server_pieces[server].append((place, piece))
+    server_pieces[0] += [(place, tensor) for place, tensor in enumerate(tensors) if tensor.kind == "buffer"]
+    return tuple(map(_lay_out, server_pieces))
 
 
 def count_busy_servers(trained: Sequence[tuple[int, int]], servers: int) -> int:
@@ -65,8 +65,8 @@ def _split_rows(tensor: ShardSlot, parts: int) -> Sequence[ShardSlot]:
     rows = tensor.shape[0] if tensor.shape else 1
     if min(rows, parts) < 2:
         return (tensor,)
-    row_bytes, more = tensor.size // rows, rows % min(rows, parts)
-    counts = [rows // min(rows, parts) + (part < more) for part in range(min(rows, parts))]
+    row_bytes, remainder = tensor.size // rows, rows % min(rows, parts)
+    counts = [rows // min(rows, parts) + (part < remainder) for part in range(min(rows, parts))]
     return tuple(
         replace(tensor, shape=(end - start, *tensor.shape[1:]), rows=(start, end), size=(end - start) * row_bytes)
         for start, end in pairwise(accumulate(counts, initial=0))
@@ -80,7 +80,7 @@ def _lay_out(pieces: Sequence[tuple[int, ShardSlot]]) -> ParameterShard:
     end = 0
     kinds: tuple[TensorKind, ...] = ("trained", "buffer", "frozen")
     for kind in kinds:
-        for _, slot in sorted((one for one in pieces if one[1].kind == kind), key=lambda one: one[0]):
+        for _, slot in sorted((entry for entry in pieces if entry[1].kind == kind), key=lambda entry: entry[0]):
             slots.append(replace(slot, offset=end))
             end += -(-slot.size // ALIGNMENT) * ALIGNMENT
         ends[kind] = end

@@ -166,21 +166,21 @@ class WorkerConnection:
         """Send what the socket takes now, from any thread."""
         with self._sending, suppress(OSError):  # the connection ended, which the waiting thread sees as well
             while self._out and not self.ended:
-                before = self._out[0].left
-                gone = send_available(self._socket, self._out[0])
-                self.moved = time.monotonic() if self._out[0].left < before else self.moved
-                if not gone:
+                unsent = self._out[0].left
+                complete = send_available(self._socket, self._out[0])
+                self.moved = time.monotonic() if self._out[0].left < unsent else self.moved
+                if not complete:
                     return
                 self._out.popleft()
 
     def receive(self) -> list[WorkerCall]:
         """Receive what has arrived; return the complete calls. `ended` is set at the end and on errors."""
         calls: list[WorkerCall] = []
-        taken, found = 0, 1
+        total, size = 0, 1
         try:
-            while taken < _MAX_READ_BYTES and found:
+            while total < _MAX_READ_BYTES and size:
                 if self._have < len(self._want):
-                    taken += (found := self._some())
+                    total += (size := self._some())
                 if self._have == len(self._want):
                     call = self._then()
                     calls += [call] if call else []
@@ -324,14 +324,14 @@ class WorkerConnections:
             woken = False
             for key, mask in ready:
                 if isinstance(key.fileobj, WorkerConnection):
-                    events += self._attend(key.fileobj, mask) if key.fileobj in self._connections else []
+                    events += self._handle_events(key.fileobj, mask) if key.fileobj in self._connections else []
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     if self._called:  # not cleared where it was not seen
                         woken, self._called = True, False
                 else:
                     self._admit(key.fileobj)
-            events += self._late()
+            events += self._dismiss_overdue()
             if events or woken or time.monotonic() >= until:
                 return events
         return []
@@ -367,33 +367,33 @@ class WorkerConnections:
 
     def _watch(self) -> float:
         """Register the connections that wait to send, and the listeners; return the first deadline."""
-        first = float("inf")
+        deadline = float("inf")
         for connection in self._connections:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
-            if self._selector.get_key(connection).events != wanted:
-                self._selector.modify(connection, wanted)
-            first = min(first, connection.until(self._deadline_s) or first)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+            if self._selector.get_key(connection).events != events:
+                self._selector.modify(connection, events)
+            deadline = min(deadline, connection.until(self._deadline_s) or deadline)
         if self._closed_until is not None and time.monotonic() >= self._closed_until:
             self._closed_until = None
             for listening in self._listener.sockets:
                 self._selector.register(listening, selectors.EVENT_READ)
-        return first if self._closed_until is None else min(first, self._closed_until)
+        return deadline if self._closed_until is None else min(deadline, self._closed_until)
 
     def _admit(self, listening: object) -> None:
         assert isinstance(listening, socket.socket), "only sockets listen"
         try:
             accepted, _ = listening.accept()
         except OSError as error:  # the peer hung up, the listener was cut, or there are no descriptors
-            if error.errno in _NO_DESCRIPTORS and not self._sent_away():
+            if error.errno in _NO_DESCRIPTORS and not self._dismiss_oldest():
                 self._pause()
             return
         if sum(connection.rank < 0 for connection in self._connections) >= MAX_UNKNOWN_CONNECTIONS:
-            self._sent_away()
+            self._dismiss_oldest()
         connection = WorkerConnection(accepted, self)
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _sent_away(self) -> bool:
+    def _dismiss_oldest(self) -> bool:
         """End the oldest connection without a handshake; return False if there is none."""
         oldest = min(
             (connection for connection in self._connections if connection.rank < 0),
@@ -405,13 +405,13 @@ class WorkerConnections:
         return oldest is not None
 
     def _pause(self) -> None:
-        """Accept no connection for a while, rather than fail again and again."""
+        """Accept no connections for a while, to avoid repeated failures."""
         if self._closed_until is None:
             self._closed_until = time.monotonic() + PAUSE_S
             for listening in self._listener.sockets:
                 self._selector.unregister(listening)
 
-    def _attend(self, connection: WorkerConnection, mask: int) -> list[WorkerCall | WorkerDisconnected]:
+    def _handle_events(self, connection: WorkerConnection, mask: int) -> list[WorkerCall | WorkerDisconnected]:
         calls: list[WorkerCall | WorkerDisconnected] = []
         if mask & selectors.EVENT_WRITE:
             connection.flush()
@@ -419,10 +419,10 @@ class WorkerConnections:
             calls += connection.receive()
         return calls + self._dismiss(connection) if connection.ended else calls
 
-    def _late(self) -> list[WorkerCall | WorkerDisconnected]:
-        now = time.monotonic()
-        late = [connection for connection in self._connections if (connection.until(self._deadline_s) or now) < now]
-        return [gone for connection in late for gone in self._dismiss(connection)]
+    def _dismiss_overdue(self) -> list[WorkerCall | WorkerDisconnected]:
+        now_s = time.monotonic()
+        overdue = [each for each in self._connections if (each.until(self._deadline_s) or now_s) < now_s]
+        return [event for connection in overdue for event in self._dismiss(connection)]
 
     def _dismiss(self, connection: WorkerConnection) -> list[WorkerCall | WorkerDisconnected]:
         self._selector.unregister(connection)

@@ -67,10 +67,10 @@ class UpdateApplier:
         self._store: ShardStore | None = None
         self._config: ServerConfig | None = None
         self._admission: UpdateAdmission[KeptPush] | None = None
-        self._spare: list[memoryview] = []  # of pushes that were applied
+        self._free_memory: list[memoryview] = []  # memory of applied pushes, for the next copies
         self._norms_sent = 0  # rounds
         self._factors: dict[int, float] = {}  # of clipping, by round
-        self._last: dict[str, tuple[WorkUnit, int]] = {}  # unit and round of each worker's last push that was taken
+        self._last_push: dict[str, tuple[WorkUnit, int]] = {}  # unit and round of each worker's last accepted push
 
     def open(self, store: ShardStore, config: ServerConfig) -> None:
         """Take the shard that updates are applied to."""
@@ -79,7 +79,7 @@ class UpdateApplier:
     def restart(self) -> None:
         """Forget all pushes and rounds, and count versions from 0."""
         self._admission = UpdateAdmission(shares=self.config.shares, consistency=self.config.consistency)
-        self._norms_sent, self._factors, self._last = 0, {}, {}
+        self._norms_sent, self._factors, self._last_push = 0, {}, {}
 
     @property
     def opened(self) -> bool:
@@ -142,49 +142,49 @@ class UpdateApplier:
             memory = memoryview(b"") if head.keep else self._copy(payload)
             push = self._as_push(unit, head.weight, memory or payload)
             admission.keep(head.worker, unit, head.at, head.seen, KeptPush(push=push, memory=memory))
-        kept = decision == "keep" and bool(payload)
+        is_kept = decision == "keep" and bool(payload)
         # A worker whose connection broke repeats its push, which may be applied already.
-        again = (unit, head.at) == self._last.get(head.worker)
-        taken = decision != "drop" or again or admission.first(unit, head.at) == head.worker
-        if taken:
-            self._last[head.worker] = unit, head.at
-        in_place = update if kept and head.keep else None
-        return {"taken": taken, "kept": in_place, "copied": kept and not head.keep}, decision != "drop"
+        repeated = (unit, head.at) == self._last_push.get(head.worker)
+        accepted = decision != "drop" or repeated or admission.first(unit, head.at) == head.worker
+        if accepted:
+            self._last_push[head.worker] = unit, head.at
+        in_place = update if is_kept and head.keep else None
+        return {"taken": accepted, "kept": in_place, "copied": is_kept and not head.keep}, decision != "drop"
 
     def apply_gathered(self, *last: KeptPush, rate_factor: float = 1.0) -> None:
-        """Apply an update of the pushes that `async` gathers, and the last one; nothing without any.
+        """Apply an update of the pushes that `async` gathers, and of the last one; without pushes, do nothing.
 
         The learning rate is that of the newest step.
         """
-        kept = (*self.admission.gathered, *last)
-        if kept:
-            pushes = [one.push for one in kept]
+        gathered = (*self.admission.gathered, *last)
+        if gathered:
+            pushes = [each.push for each in gathered]
             newest = max(push.unit.step for push in pushes)
             self._apply(pushes, newest, rate_factor=rate_factor, clip_factor=1.0)
             self.admission.applied_gathered()
-            self._spare += [one.memory for one in kept if one.memory]
+            self._free_memory += [each.memory for each in gathered if each.memory]
 
     def set_clip_factor(self, at: int, factor: float) -> None:
         """Take the factor by which all servers clip a round."""
         self._factors[at] = factor
 
     def apply_due(self) -> Iterator[RoundUpdate[KeptPush]]:
-        """Apply rounds in order, those that are closed and whose clipping factor is known; yield each update."""
+        """Apply the rounds that are closed and whose clipping factor is known, in order; yield each update."""
         while self._admission is not None and (update := self._admission.due()) is not None:
-            pushes = [kept.push for kept in update.pushes]
+            pushes = [pending.push for pending in update.pushes]
             factor = self._clip_factor(update.closing.at, pushes)
             if factor is None:
                 return
             self._apply(pushes, update.closing.step, rate_factor=1.0, clip_factor=factor)
             self._admission.applied(update)
-            self._spare += [kept.memory for kept in update.pushes if kept.memory]
+            self._free_memory += [pending.memory for pending in update.pushes if pending.memory]
             yield update
 
     def _check(self, head: PushCall, unit: WorkUnit, payload: memoryview) -> None:
         """Raise MalformedCallError for a push that cannot be of this plan."""
         require(self.started and self.opened, "a push before any step was given out")
-        known = 0 <= unit.share < self.config.shares and 0 < unit.steps <= self.config.local_steps
-        require(known and unit.step >= 0 and head.at >= 0, f"{unit} in round {head.at} is not a unit of this plan")
+        valid = 0 <= unit.share < self.config.shares and 0 < unit.steps <= self.config.local_steps
+        require(valid and unit.step >= 0 and head.at >= 0, f"{unit} in round {head.at} is not a unit of this plan")
         if head.weight > 0:
             try:
                 self.store.check(self._as_push(unit, head.weight, payload))
@@ -197,11 +197,11 @@ class UpdateApplier:
         return GradientPush(unit=unit, weight=weight, payload=payload[:end], buffers=payload[end:])
 
     def _copy(self, payload: memoryview) -> memoryview:
-        """Copy a push into memory of this process, which is used again: the worker overwrites its own."""
+        """Copy a push into reusable memory of this process: the worker overwrites its own memory."""
         if not payload:
             return payload
-        fits = self._spare and len(self._spare[-1]) == len(payload)
-        memory = self._spare.pop() if fits else allocate_private(len(payload))
+        reusable = self._free_memory and len(self._free_memory[-1]) == len(payload)
+        memory = self._free_memory.pop() if reusable else allocate_private(len(payload))
         memory[:] = payload
         return memory
 
@@ -242,7 +242,7 @@ class _PendingPush(NamedTuple, Generic[_T]):
 
 
 class UpdateAdmission(Generic[_T]):
-    """The pushes that one server has applied and keeps in this rendezvous epoch; T is the caller's type of a push.
+    """The pushes that a server has applied or keeps in this rendezvous epoch; T is the caller's type of a push.
 
     Args:
         shares: units of a round.
@@ -259,49 +259,49 @@ class UpdateAdmission(Generic[_T]):
         self.gathered: list[_T] = []
         self._open = 0  # the first round that is not complete here
         self._arrived: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
-        self._kept: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
+        self._pending: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
         self._closings: dict[int, ClosedRound] = {}
         self._counts: Counter[int] = Counter()
         self._dropped = 0
 
     def offer(self, worker: str, unit: WorkUnit, at: int, seen: int) -> Literal["apply", "keep", "drop"]:
-        """Decide about a push: `keep` it, drop it since its unit is here or it came too late, or apply it now.
+        """Decide about a push: apply it now, keep it, or drop it, because it is late or its unit has a push already.
 
         Apply it with the pushes that are `gathered`, and call `applied_gathered` after it.
 
         Args:
-            worker: that pushes.
-            unit: that it computed.
+            worker: the worker that pushes.
+            unit: the unit that it computed.
             at: the round in which the unit counts.
-            seen: version of this server's parameters that it computed with.
+            seen: version of this server's parameters with which it computed the unit.
         """
-        first = self.first(unit, at)
+        sender = self.first(unit, at)
         if self._waits:
-            late = at < self.version or (at in self._closings and unit not in self._closings[at].units)
+            is_late = at < self.version or (at in self._closings and unit not in self._closings[at].units)
         else:
-            late = at < self._open
-        if late or first is not None:
-            self._dropped += first != worker
+            is_late = at < self._open
+        if is_late or sender is not None:
+            self._dropped += sender != worker
             return "drop"
         if self._waits:
             return "keep"
         self._counts[max(0, self.version - seen)] += 1
-        self._mark(worker, unit, at)
+        self._record_arrival(worker, unit, at)
         return "apply" if len(self.gathered) + 1 == self._pushes else "keep"
 
     def first(self, unit: WorkUnit, at: int) -> str | None:
-        """Return the worker whose push of a unit is here; None if there is none, or its round is complete."""
+        """Return the worker whose push of a unit came first; None without a push, or if its round is complete."""
         if not self._waits:
             return self._arrived.get(at, {}).get(unit.share)
-        kept = self._kept[at].get(unit) if at in self._kept else None
-        return None if kept is None else kept.worker
+        pending = self._pending[at].get(unit) if at in self._pending else None
+        return None if pending is None else pending.worker
 
     def keep(self, worker: str, unit: WorkUnit, at: int, seen: int, push: _T) -> None:
         """Keep a push after `offer` returned `keep`; it must not change until its update is applied."""
         if not self._waits:
             self.gathered.append(push)
             return
-        self._kept.setdefault(at, {})[unit] = _PendingPush(worker, seen, push)
+        self._pending.setdefault(at, {})[unit] = _PendingPush(worker, seen, push)
 
     def close(self, closing: ClosedRound) -> None:
         """Close a round with the units that count in it, whose pushes are here or still come."""
@@ -312,18 +312,18 @@ class UpdateAdmission(Generic[_T]):
         closing = self._closings.get(self.version)
         if closing is None:
             return None
-        kept = self._kept.get(closing.at, {})
-        if any(unit not in kept for unit in closing.units):
+        pending = self._pending.get(closing.at, {})
+        if any(unit not in pending for unit in closing.units):
             return None
-        return RoundUpdate(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
+        return RoundUpdate(closing=closing, pushes=tuple(pending[unit].push for unit in closing.units))
 
     def applied(self, update: RoundUpdate[_T]) -> None:
         """The update of `due` is applied: drop its pushes."""
         at = update.closing.at
-        counted = set(update.closing.units)
-        for unit, kept in self._kept.pop(at, {}).items():
-            if unit in counted:
-                self._counts[max(0, at - kept.seen)] += 1
+        counting_units = set(update.closing.units)
+        for unit, pending in self._pending.pop(at, {}).items():
+            if unit in counting_units:
+                self._counts[max(0, at - pending.seen)] += 1
             else:
                 self._dropped += 1
         del self._closings[at]
@@ -346,7 +346,7 @@ class UpdateAdmission(Generic[_T]):
         unit: Literal["steps", "updates"] = "steps" if self._waits else "updates"
         return StalenessCounts(counts=counts, unit=unit, dropped=dropped)
 
-    def _mark(self, worker: str, unit: WorkUnit, at: int) -> None:
+    def _record_arrival(self, worker: str, unit: WorkUnit, at: int) -> None:
         """Record a unit of `async`; complete rounds are forgotten."""
         self._arrived.setdefault(at, {})[unit.share] = worker
         while len(self._arrived.get(self._open, ())) == self._shares:
