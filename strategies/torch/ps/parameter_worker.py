@@ -295,27 +295,27 @@ class TensorPiece:
 
 def tensor_pieces(shards: Sequence[ParameterShard]) -> dict[str, list[TensorPiece]]:
     """Return the parts of each tensor, by name."""
-    found: dict[str, list[TensorPiece]] = {}
+    pieces: dict[str, list[TensorPiece]] = {}
     for server, shard in enumerate(shards):
         for slot in shard.slots:
-            found.setdefault(slot.name, []).append(TensorPiece(server=server, slot=slot))
-    return found
+            pieces.setdefault(slot.name, []).append(TensorPiece(server=server, slot=slot))
+    return pieces
 
 
 class ParameterPull:
     """Copies of the servers' regions in host memory, from which the model's tensors are filled.
 
-    On the CPU a tensor that one server holds as a whole lives in the copy. To a GPU all is copied from pinned memory.
+    On the CPU, a tensor that one server holds as a whole is a view of the copy. A GPU gets copies from pinned memory.
 
     Attributes:
-        memory: of each server's copy.
+        memory: the memory of each server's copy.
     """
 
     def __init__(self, model: nn.Module, shards: Sequence[ParameterShard], device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._bytes = [torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned) for shard in shards]
         self.memory: list[memoryview] = [each.numpy().data for each in self._bytes]
-        self._copied: dict[tuple[int, ShardSlot], tuple[Tensor, Tensor]] = {}  # by server and slot, source and target
+        self._copies: dict[tuple[int, ShardSlot], tuple[Tensor, Tensor]] = {}  # by server and slot, source and target
         where = tensor_pieces(shards)
         for name, tensor in named_tensors(model):
             for piece in where[name] if tensor.numel() else ():
@@ -323,18 +323,18 @@ class ParameterPull:
                 if piece.slot.rows is None and not pinned:
                     tensor.data = place.copy_(tensor.detach())
                 else:
-                    self._copied[piece.server, piece.slot] = place, piece.of(tensor.detach())
+                    self._copies[piece.server, piece.slot] = place, piece.of(tensor.detach())
 
     def take(self, pieces: Iterable[TensorPiece] | None = None) -> None:
-        """Copy these tensors, by default all, into the model after they arrived."""
-        keys = self._copied if pieces is None else [(piece.server, piece.slot) for piece in pieces]
-        for place, tensor in [self._copied[key] for key in keys if key in self._copied]:
+        """Copy these pieces, by default all, into the model after they arrived."""
+        keys = self._copies if pieces is None else [(piece.server, piece.slot) for piece in pieces]
+        for place, tensor in [self._copies[key] for key in keys if key in self._copies]:
             tensor.copy_(place, non_blocking=True)
 
     def _place(self, piece: TensorPiece, like: Tensor) -> Tensor:
         slot = piece.slot
-        held = self._bytes[piece.server][slot.offset : slot.offset + like.numel() * like.element_size()]
-        return held.view(like.dtype).view(like.shape)
+        values = self._bytes[piece.server][slot.offset : slot.offset + like.numel() * like.element_size()]
+        return values.view(like.dtype).view(like.shape)
 
 
 class _StagedGradient(NamedTuple):
@@ -360,23 +360,23 @@ class GradientSender:
         self._replica, self._where, self._forms = replica, where, forms
         self._clients: ParameterClient | None = None
         self._outbox: Sequence[memoryview] = ()
-        self._kept: dict[tuple[int, str], Tensor] = {}  # by server and name, the residual of the next push
-        self._left: dict[tuple[int, str], Tensor] = {}  # the residual after the current push, if it counts
-        self._written: set[nn.Parameter] = set()
-        self._late: list[_StagedGradient] = []
+        self._residuals: dict[tuple[int, str], Tensor] = {}  # by server and name, the residual of the next push
+        self._new_residuals: dict[tuple[int, str], Tensor] = {}  # the residual after the current push, if it counts
+        self._sent_parameters: set[nn.Parameter] = set()
+        self._staged: list[_StagedGradient] = []
 
     def begin(self, clients: ParameterClient) -> None:
-        """Start a push; a former one that was not pushed leaves nothing in the residual."""
+        """Start a push. An earlier one that was not pushed does not change the residuals."""
         self._clients, self._outbox = clients, clients.outbox
-        self._left.clear()
-        self._written.clear()
-        self._late.clear()
+        self._new_residuals.clear()
+        self._sent_parameters.clear()
+        self._staged.clear()
 
     @contextmanager
     def watching(self, factor: Callable[[], float | Tensor]) -> Iterator[None]:
         """Send each gradient of a backward pass within the block, times a factor, as soon as it is computed."""
-        told = partial(self._told, factor)
-        handles = [each.register_post_accumulate_grad_hook(told) for each in self._replica.trainable]
+        hook = partial(self._send_accumulated, factor)
+        handles = [each.register_post_accumulate_grad_hook(hook) for each in self._replica.trainable]
         try:
             yield
         finally:
@@ -386,10 +386,10 @@ class GradientSender:
     def rest(self, factor: float | Tensor) -> None:
         """Send the gradients that were not sent yet; zeros if there is none."""
         for parameter in self._replica.trainable:
-            if parameter not in self._written:
+            if parameter not in self._sent_parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self.put(parameter, gradient, factor)
-        self._sent(wait=True)
+        self._write_staged(wait=True)
 
     def buffers(self, shards: Sequence[ParameterShard]) -> None:
         """Send the model's buffers, after the gradients."""
@@ -405,46 +405,46 @@ class GradientSender:
 
     def put(self, parameter: nn.Parameter, values: Tensor, factor: float | Tensor = 1.0) -> None:
         """Write the gradient of a parameter."""
-        self._written.add(parameter)
+        self._sent_parameters.add(parameter)
         name = self._replica.names[parameter]
         if values.is_sparse:
             raise JobError([f"parameter {name!r} {SPARSE_REFUSED}"])
         for piece in self._where[name]:
             part = piece.of(values.detach())
             if part.device.type == "cuda":
-                self._late.append(_stage_gradient(piece, part * factor))
+                self._staged.append(_stage_gradient(piece, part * factor))
             else:
                 self._write(piece, part, factor)
-        self._sent(wait=False)
+        self._write_staged(wait=False)
 
-    def _told(self, factor: Callable[[], float | Tensor], parameter: nn.Parameter) -> None:
+    def _send_accumulated(self, factor: Callable[[], float | Tensor], parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "it was accumulated"
         self.put(parameter, parameter.grad, factor())
 
-    def counted(self, by: Sequence[bool]) -> None:
-        """Take which servers accepted the push: for the others the residual stays as it was."""
-        self._kept |= {(server, name): kept for (server, name), kept in self._left.items() if by[server]}
-        self._left.clear()
+    def counted(self, accepted: Sequence[bool]) -> None:
+        """Update the residuals of the servers that accepted the push."""
+        self._residuals |= {key: value for key, value in self._new_residuals.items() if accepted[key[0]]}
+        self._new_residuals.clear()
 
     def _write(self, piece: TensorPiece, values: Tensor, factor: float | Tensor = 1.0) -> None:
         name, form = piece.slot.name, self._forms[piece.server]
-        kept = None
+        residual = None
         if form.keeps:
-            before = self._kept.get((piece.server, name))
-            kept = torch.zeros(values.shape, dtype=values.dtype) if before is None else before.clone()
-            self._left[piece.server, name] = kept
+            old_residual = self._residuals.get((piece.server, name))
+            residual = torch.zeros(values.shape, dtype=values.dtype) if old_residual is None else old_residual.clone()
+            self._new_residuals[piece.server, name] = residual
         if values.numel():
-            form.write(self._outbox[piece.server], name, values.contiguous(), factor, kept)
+            form.write(self._outbox[piece.server], name, values.contiguous(), factor, residual)
         place = form.places[name]
         assert self._clients is not None, "begin() comes first"
         self._clients.ready(piece.server, place.offset, place.size)
 
-    def _sent(self, *, wait: bool) -> None:
-        """Write the gradients that have arrived from the GPU, in order; `wait` for the rest."""
-        while self._late and (wait or self._late[0].arrived.query()):  # type: ignore[no-untyped-call]
-            late = self._late.pop(0)
-            late.arrived.synchronize()
-            self._write(late.piece, late.values)
+    def _write_staged(self, *, wait: bool) -> None:
+        """Write the gradients that have arrived from the GPU, in order; with `wait`, write all."""
+        while self._staged and (wait or self._staged[0].arrived.query()):  # type: ignore[no-untyped-call]
+            staged = self._staged.pop(0)
+            staged.arrived.synchronize()
+            self._write(staged.piece, staged.values)
 
 
 def _stage_gradient(piece: TensorPiece, values: Tensor) -> _StagedGradient:
@@ -465,10 +465,10 @@ class OverlappedPull(TorchFunctionMode):
     """Waits for parameters and buffers of a pull that has not finished.
 
     Args:
-        model: of the worker.
+        model: the worker's model.
         where: pieces of each tensor, by name.
-        incoming: takes what has come.
-        laps: counts the time that is waited.
+        incoming: copies the tensors that have arrived into the model.
+        laps: counts the waiting time.
     """
 
     def __init__(
@@ -477,7 +477,7 @@ class OverlappedPull(TorchFunctionMode):
         super().__init__()
         self._model, self._incoming, self._laps = model, incoming, laps
         self._pieces = {id(tensor): (tensor, where[name]) for name, tensor in named_tensors(model)}
-        self._away: dict[int, tuple[Tensor, Sequence[TensorPiece]]] = {}
+        self._missing: dict[int, tuple[Tensor, Sequence[TensorPiece]]] = {}
         self._clients: ParameterClient | None = None
         self._arrived: _Arrived = lambda tensor: None
 
@@ -488,17 +488,17 @@ class OverlappedPull(TorchFunctionMode):
 
     def begin(self, clients: ParameterClient, arrived: _Arrived) -> None:
         """Start to wait for a pull; `arrived` is called for each tensor before its first use."""
-        self._clients, self._arrived, self._away = clients, arrived, dict(self._pieces)
+        self._clients, self._arrived, self._missing = clients, arrived, dict(self._pieces)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Run the model within the block; at its end all tensors have arrived. Raises PeerLost."""
         with ExitStack() as stack:
             for module in self._model.modules():
-                held = (*module._parameters.values(), *module._buffers.values())
-                own = [tensor for tensor in held if tensor is not None and id(tensor) in self._pieces]
-                if own:
-                    hook = partial(self._before, own)
+                tensors = (*module._parameters.values(), *module._buffers.values())
+                pulled = [tensor for tensor in tensors if tensor is not None and id(tensor) in self._pieces]
+                if pulled:
+                    hook = partial(self._wait_before_forward, pulled)
                     stack.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
             stack.callback(self.finish)
             stack.enter_context(self)
@@ -506,29 +506,29 @@ class OverlappedPull(TorchFunctionMode):
 
     def finish(self) -> None:
         """Wait for all tensors that were not used. Raises PeerLost."""
-        self._need([tensor for tensor, _ in self._away.values()])
+        self._wait_for([tensor for tensor, _ in self._missing.values()])
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the tensors among a function's arguments."""
         kwargs = kwargs or {}
-        if self._away:
-            self._need(_tensors_in((args, kwargs)))
+        if self._missing:
+            self._wait_for(_tensors_in((args, kwargs)))
         return func(*args, **kwargs)
 
-    def _before(self, own: Iterable[Tensor], module: nn.Module, given: Any) -> None:
-        if self._away:
-            self._need(own)
+    def _wait_before_forward(self, tensors: Iterable[Tensor], module: nn.Module, inputs: Any) -> None:
+        if self._missing:
+            self._wait_for(tensors)
 
-    def _need(self, tensors: Iterable[Tensor]) -> None:
+    def _wait_for(self, tensors: Iterable[Tensor]) -> None:
         """Wait for these tensors if they have not arrived."""
-        late = [found for tensor in tensors if (found := self._away.pop(id(tensor), None)) is not None]
-        if not late:
+        waiting = [entry for tensor in tensors if (entry := self._missing.pop(id(tensor), None)) is not None]
+        if not waiting:
             return
         assert self._clients is not None, "begin() comes first"
         self._laps.forward()
-        for tensor, pieces in late:
+        for tensor, pieces in waiting:
             for piece in pieces:
                 self._clients.pulled(piece.server, piece.slot.offset, piece.slot.size)
             self._incoming.take(pieces)
@@ -536,11 +536,11 @@ class OverlappedPull(TorchFunctionMode):
         self._laps.wait()
 
 
-def _tensors_in(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, Mapping):
-        yield from _tensors_in(given.values())
-    elif isinstance(given, (tuple, list, type({}.values()))):
-        for each in given:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(value.values())
+    elif isinstance(value, (tuple, list, type({}.values()))):
+        for each in value:
             yield from _tensors_in(each)

@@ -57,14 +57,14 @@ class TorchShardStore:
         self._outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
         self._scratch: list[Tensor] = []
         self._buffers = [slot for slot in self.shard.slots if slot.kind == "buffer"]
-        self._asked: tuple[GradientPush, ...] = ()  # of what `_mean` is
+        self._mean_pushes: tuple[GradientPush, ...] = ()  # the pushes whose mean `_mean` is
         self._mean: list[Tensor] | None = None
 
     def attach(self, region: memoryview) -> None:
         """Move the parameters and buffers into a region."""
-        held = dict(named_tensors(self.replica.model))
+        tensors = dict(named_tensors(self.replica.model))
         for slot in self.shard.slots:
-            tensor = held[slot.name]
+            tensor = tensors[slot.name]
             if tensor.numel():
                 tensor.data = _view_memory(region, slot.offset, tensor).copy_(tensor.detach())
 
@@ -83,7 +83,7 @@ class TorchShardStore:
 
     def norm2(self, pushes: Sequence[GradientPush]) -> float:
         """Return the squared norm of the pushes' mean over this shard; 0 without any weight."""
-        self._asked, self._mean = tuple(pushes), self._averaged(pushes)
+        self._mean_pushes, self._mean = tuple(pushes), self._average(pushes)
         return sum(
             float(torch.linalg.vector_norm(each, dtype=_accumulation_dtype(each))) ** 2 for each in self._mean or ()
         )
@@ -94,9 +94,9 @@ class TorchShardStore:
         Raises:
             UserCodeError: the optimizer or the schedule raised; the shard is not sound then.
         """
-        known = len(pushes) == len(self._asked) and all(map(operator.is_, pushes, self._asked))
-        mean = self._mean if known else self._averaged(pushes)
-        self._asked, self._mean = (), None
+        is_cached = len(pushes) == len(self._mean_pushes) and all(map(operator.is_, pushes, self._mean_pushes))
+        mean = self._mean if is_cached else self._average(pushes)
+        self._mean_pushes, self._mean = (), None
         self._take_buffers(pushes)
         if mean is None:
             return
@@ -109,13 +109,13 @@ class TorchShardStore:
 
     def _take_buffers(self, pushes: Sequence[GradientPush]) -> None:
         """Take the buffers of the first push with weight that has them."""
-        told = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
-        if told is not None:
-            held = dict(self.replica.model.named_buffers())
+        values = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
+        if values is not None:
+            own_buffers = dict(self.replica.model.named_buffers())
             for slot in self._buffers:
-                tensor = held[slot.name]
+                tensor = own_buffers[slot.name]
                 if tensor.numel():
-                    tensor.copy_(_view_memory(told, slot.offset - self.shard.trained_bytes, tensor))
+                    tensor.copy_(_view_memory(values, slot.offset - self.shard.trained_bytes, tensor))
 
     def _step(self, gradients: Sequence[Tensor], step: int, rate_factor: float) -> None:
         """Step the job's optimizer with these gradients."""
@@ -123,29 +123,29 @@ class TorchShardStore:
         self.rate(step)
         for parameter, gradient in zip(replica.trainable, gradients, strict=True):
             parameter.grad = gradient
-        with self._rated(rate_factor):
+        with self._scaled_rates(rate_factor):
             replica.apply(step, self._where)
         for parameter in replica.trainable:
             parameter.grad = None
 
-    def _averaged(self, pushes: Sequence[GradientPush]) -> list[Tensor] | None:
+    def _average(self, pushes: Sequence[GradientPush]) -> list[Tensor] | None:
         """Return the weighted mean of the pushed gradients of each parameter; None without any weight."""
-        replica, form, counted = self.replica, self.form, [push for push in pushes if push.weight > 0]
-        if not counted:
+        replica, form, weighted = self.replica, self.form, [push for push in pushes if push.weight > 0]
+        if not weighted:
             return None
-        if len(counted) == 1 and form.plain:
-            return [form.view(counted[0].payload, replica.names[each], each) for each in replica.trainable]
+        if len(weighted) == 1 and form.plain:
+            return [form.view(weighted[0].payload, replica.names[each], each) for each in replica.trainable]
         if not self._scratch:
             self._scratch = [torch.empty_like(each, requires_grad=False) for each in replica.trainable]
-        whole = math.fsum(push.weight for push in counted)
+        weight = math.fsum(push.weight for push in weighted)
         for into, parameter in zip(self._scratch, replica.trainable, strict=True):
-            for place, push in enumerate(counted):
+            for place, push in enumerate(weighted):
                 take = form.add if place else form.fill
-                take(push.payload, replica.names[parameter], into, push.weight / whole)
+                take(push.payload, replica.names[parameter], into, push.weight / weight)
         return self._scratch
 
     @contextmanager
-    def _rated(self, factor: float) -> Iterator[None]:
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
         """Multiply learning rates within the block."""
         groups = self.replica.optimizer.param_groups if factor != 1.0 else []
         rates = [(group, float(group["lr"])) for group in groups if group.get("lr") is not None]
@@ -159,51 +159,51 @@ class TorchShardStore:
 
 
 def _view_memory(memory: memoryview, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor of this shape and type on given memory."""
+    """Return a tensor with the shape and type of `like` in the memory."""
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
 
 
 def _accumulation_dtype(values: Tensor) -> torch.dtype:
-    """Return the squared norm in double precision: squares of half-precision numbers overflow."""
+    """Return the double-precision type for a squared norm: squares of half-precision numbers overflow."""
     return torch.complex128 if values.is_complex() else torch.float64
 
 
 # --- What a parameter server holds of a model -------------------------------------------------------------------------
 
 
-_Rows = tuple[int, int] | None  # of a tensor's first dimension, from and to; None for all of it
+_Rows = tuple[int, int] | None  # start and end in a tensor's first dimension; None for the whole tensor
 
 
 class _ServedReplica(TorchReplica):
     """A replica reduced to this server's shard. Its model never runs.
 
-    The job's optimizer is made for the whole model, so that its groups are the job's however many servers there are; it
-    is then left with what was dealt.
+    The job's optimizer is made for the whole model, so that its groups do not depend on the number of servers. It is
+    then reduced to the tensors of this server.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, where: str, part: ModelPart) -> None:
         super().__init__(spec, plan, torch.device("cpu"), where, part=part)
-        self.scale = None  # each worker has its own: it is of what that computes
+        self.scale = None  # each worker has its own loss scale
         self.outer = plan.local_steps > 1
 
     def keep(self, dealt: Mapping[str, _Rows]) -> None:
-        """Drop all but these parameters and persistent buffers, by full name; of a split one all but its rows."""
-        first = {tensor: name for name, tensor in named_tensors(self.model)}
+        """Drop all parameters and persistent buffers except these, by full name, and the other rows of split ones."""
+        first_names = {tensor: name for name, tensor in named_tensors(self.model)}
         self._cut = {
             name: _row_slice(tensor, rows)
             for name, tensor in self.model.named_parameters(remove_duplicate=False)
-            if (rows := dealt.get(first[tensor])) is not None
+            if (rows := dealt.get(first_names[tensor])) is not None
         }
         for module in self.model.modules():
-            for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None and first.get(tensor, "") not in dealt:
-                        held[key] = None
-        for tensor, name in first.items():
+            for members in (module._parameters, module._buffers):
+                for key, tensor in members.items():
+                    if tensor is not None and first_names.get(tensor, "") not in dealt:
+                        members[key] = None
+        for tensor, name in first_names.items():
             rows = dealt.get(name)
             if rows is not None:
                 self._narrow(tensor, rows)
-        self._drop({tensor for tensor, name in first.items() if name in dealt})
+        self._drop({tensor for tensor, name in first_names.items() if name in dealt})
 
     def take_outer(self, differences: Sequence[Tensor], outer: OuterOptimizer) -> None:
         """Change the parameters by the mean change of local steps, as `torch.optim.SGD` with Nesterov momentum does."""
@@ -224,35 +224,35 @@ class _ServedReplica(TorchReplica):
         return {}
 
     def _narrow(self, tensor: Tensor, rows: tuple[int, int]) -> None:
-        """Keep some rows of a parameter, and of the optimizer state that existed when it was made."""
-        whole = tensor.shape
+        """Keep only some rows of a parameter, and of the state that its optimizer was created with."""
+        full_shape = tensor.shape
         tensor.data = tensor.detach()[rows[0] : rows[1]].clone()
         for key, value in self.optimizer.state.get(tensor, {}).items():
-            if isinstance(value, Tensor) and value.shape == whole:
+            if isinstance(value, Tensor) and value.shape == full_shape:
                 self.optimizer.state[tensor][key] = value[rows[0] : rows[1]].clone()
 
-    def _drop(self, kept: set[Tensor]) -> None:
+    def _drop(self, parameters: set[Tensor]) -> None:
         """Train only these parameters."""
-        self.trainable = [parameter for parameter in self.trainable if parameter in kept]
+        self.trainable = [parameter for parameter in self.trainable if parameter in parameters]
         self.names = {parameter: self.names[parameter] for parameter in self.trainable}
         for group in self.optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in kept]
-        for parameter in [parameter for parameter in self.optimizer.state if parameter not in kept]:
+            group["params"] = [parameter for parameter in group["params"] if parameter in parameters]
+        for parameter in [parameter for parameter in self.optimizer.state if parameter not in parameters]:
             del self.optimizer.state[parameter]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter and persistent buffer once, by its first name, in the model's order: parameters first."""
     yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    persistent_names = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent_names)
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Yield each persistent buffer with each module that holds it, and its name there."""
-    mine = {tensor for _, tensor in named_tensors(model)}
-    places = [(module, key, held) for module in model.modules() for key, held in module._buffers.items()]
-    return [(module, key, held) for module, key, held in places if held in mine and held is not None]
+    """Return each persistent buffer with each module that holds it, and its name in the module."""
+    tensors = {tensor for _, tensor in named_tensors(model)}
+    places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    return [(module, key, buffer) for module, key, buffer in places if buffer in tensors and buffer is not None]
 
 
 def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> tuple[ParameterShard, ...]:
@@ -265,11 +265,11 @@ def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> 
     sparse = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
     if sparse:
         raise JobError([f"parameter {f'{sparse[0]}.weight'!r} {SPARSE_REFUSED}"], where=where)
-    whole = not is_elementwise(spec)
-    dealt = place_tensors([*_tensors(model)], plan.servers, cut=not whole)
+    needs_whole = not is_elementwise(spec)
+    dealt = place_tensors([*_tensors(model)], plan.servers, cut=not needs_whole)
     idle = sum(not shard.trained_bytes for shard in dealt)
     if idle:
-        why = ": the optimizer does not work number by number, so that tensors cannot be cut" if whole else ""
+        why = ": the optimizer does not work number by number, so that tensors cannot be cut" if needs_whole else ""
         raise JobError(
             [f"{idle} of {plan.servers} servers would hold nothing to train{why}: use servers={plan.servers - idle}"],
             where=where,
@@ -288,5 +288,5 @@ def _tensors(model: nn.Module) -> Iterator[ShardSlot]:
 
 def _row_slice(tensor: Tensor, rows: tuple[int, int]) -> ShardSlice:
     """Return rows of a tensor."""
-    whole = ShardSlice.all_of(tensor.shape)
-    return ShardSlice(shape=whole.shape, start=(rows[0], *whole.start[1:]), stop=(rows[1], *whole.stop[1:]))
+    full = ShardSlice.all_of(tensor.shape)
+    return ShardSlice(shape=full.shape, start=(rows[0], *full.start[1:]), stop=(rows[1], *full.stop[1:]))
