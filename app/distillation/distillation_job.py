@@ -58,24 +58,24 @@ class LoadedDistillation:
     @cached_property
     def loss(self) -> DistillationLoss:
         """The students' loss. Raises JobError with all mismatches."""
-        asked, job, inline = self.asked, self.asked.student, self.asked.way == "inline"
-        labels, mask = job.target_names, asked.loss.mask
-        told = [name for teacher in self.teachers for name in (teacher.wanted if inline else teacher.columns)]
+        distillation, job, inline = self.asked, self.asked.student, self.asked.way == "inline"
+        labels, mask = job.target_names, distillation.loss.mask
+        target_columns = [name for teacher in self.teachers for name in (teacher.wanted if inline else teacher.columns)]
         return DistillationLoss(
-            soft=asked.loss,
+            soft=distillation.loss,
             hard=job.loss if labels else None,
-            targets=tuple(dict.fromkeys((*labels, *([mask] if mask else []), *told))),
+            targets=tuple(dict.fromkeys((*labels, *([mask] if mask else []), *target_columns))),
             labels=labels,
-            students=asked.names,
+            students=distillation.names,
             teachers=() if inline else tuple(self.runners),
             inline=self.runners if inline else {},
-            mutual=asked.mutual,
-            joint=asked.joint,
+            mutual=distillation.mutual,
+            joint=distillation.joint,
         )
 
     @property
     def model(self) -> Callable[[], Any]:
-        """() -> all students in one model, without projections; the own model of one without further outputs."""
+        """() -> all students in one model, without projections; or one student that needs no wrapper."""
         if not self.loss.wrapped:
             return self.asked.student.model
         return StudentModels(builders=self.asked.builders, loss=self.loss)
@@ -86,10 +86,10 @@ class LoadedDistillation:
         if not isinstance(students, StudentModels) or not self.loss.soft.matches:
             return students
         row = first_batch(train, train.index())
-        told: dict[str, Any] = {}
+        teacher_columns: dict[str, Any] = {}
         for name in self.loss.inline:
-            told |= self.runners[name].teach(row.columns)
-        return students.fitted({**job.data.collation(row), **told}, job.arguments, job.keywords)
+            teacher_columns |= self.runners[name].teach(row.columns)
+        return students.fitted({**job.data.collation(row), **teacher_columns}, job.arguments, job.keywords)
 
     def with_actors(self, data: Dataset) -> Dataset:
         """Return a data set with the columns of teachers that run in actors."""
@@ -105,15 +105,15 @@ class LoadedDistillation:
         index = job.train.index()
         builders = self.asked.builders
         students = {name: output_signature(job.replace(model=build), index) for name, build in builders.items()}
-        known = {each.name: output_signature(each.inference_job(job.train), index) for each in self.teachers}
-        outlines = {**known, **students}
+        teachers = {each.name: output_signature(each.inference_job(job.train), index) for each in self.teachers}
+        signatures = {**teachers, **students}
         outputs = dict.fromkeys(students, loss.soft.output) | {each.name: each.output for each in self.teachers}
-        given = {name: _compared(loss, each.shapes, outputs[name]) for name, each in outlines.items()}
-        problems = [*_mixed(loss, outlines), *_unlike(loss, given)]
+        shapes = {name: _compared(loss, each.shapes, outputs[name]) for name, each in signatures.items()}
+        problems = [*_framework_problems(loss, signatures), *_shape_problems(loss, shapes)]
         if problems:
             raise JobError(problems)
         for name in loss.inline:
-            if not known[name].looks:
+            if not teachers[name].looks:
                 self.runners[name].teach(first_batch(job.train, index).columns)
 
 
@@ -124,36 +124,36 @@ class TeacherActor:
         self._runner = runner
 
     def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the given columns and the teacher's."""
+        """Return the columns and the teacher's outputs."""
         return self._runner(columns)
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:
-    """Return the shape of the compared output; None where unknown."""
+    """Return the shape of the compared output; None if it is unknown."""
     shape = compared_shape(shapes, name)
     if shape is None or loss.soft.kind != "language_model":
         return shape
-    return (*(None for _ in shape[:-1]), shape[-1])  # how many tokens a row has follows from its batch
+    return (*(None for _ in shape[:-1]), shape[-1])  # the batch determines the number of tokens of a row
 
 
-def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> Iterator[str]:
+def _framework_problems(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> Iterator[str]:
     """Yield the problems of inline teachers whose framework is not the student's."""
-    own = outlines[loss.students[0]].framework
+    framework = outlines[loss.students[0]].framework
     for name in loss.inline:
-        if outlines[name].framework != own:
+        if outlines[name].framework != framework:
             yield (
                 f"teacher {name!r} is a model of {outlines[name].framework} and cannot run in the step of a student of "
-                f'{own}: use way="offline" or "online"'
+                f'{framework}: use way="offline" or "online"'
             )
 
 
-def _unlike(loss: DistillationLoss, given: Mapping[str, Shape | None]) -> Iterator[str]:
+def _shape_problems(loss: DistillationLoss, shapes: Mapping[str, Shape | None]) -> Iterator[str]:
     """Yield the problems of students and teachers with different classes, labels, words or shapes."""
     for student in loss.learners:
         for teacher in loss.taught_by(student):
-            own, said = given[student], given[teacher]
-            if own is not None and said is not None:
-                problem = output_mismatch(loss.soft.kind, own, said, student, teacher)
+            student_shape, teacher_shape = shapes[student], shapes[teacher]
+            if student_shape is not None and teacher_shape is not None:
+                problem = output_mismatch(loss.soft.kind, student_shape, teacher_shape, student, teacher)
                 yield from [problem] if problem else []
 
 
@@ -176,7 +176,7 @@ class ComposedJob:
 
 
 def compose_job(distillation: Distillation, *, verbose: bool = False) -> ComposedJob:
-    """Return the job of a distillation whose way is chosen (`choose_delivery`). Compute missing offline targets.
+    """Return the job of a distillation with a chosen way (`choose_delivery`). Compute missing offline targets.
 
     Raises:
         JobError: students, teachers and their layers do not match.
@@ -185,23 +185,23 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
     loaded, job, notes = LoadedDistillation.of(distillation), distillation.student, list[str]()
     loaded.check()
 
-    def beside(data: Dataset) -> Dataset:
+    def with_targets(data: Dataset) -> Dataset:
         if distillation.way == "online":
             return loaded.with_actors(data)
-        found = data
+        extended = data
         for teacher in loaded.teachers if distillation.way == "offline" else ():
-            found = found.beside(
+            extended = extended.beside(
                 stored_targets(
                     teacher, data, folder=distillation.folder, keep=distillation.keep, verbose=verbose,
                     note=notes.append, hang_deadline_s=job.recovery.hang_deadline_s,
                 )
             )  # fmt: skip
-        return found
+        return extended
 
-    train = beside(job.train)
+    train = with_targets(job.train)
     composed = job.replace(
         train=train,
-        evaluate=None if job.evaluate is None else beside(job.evaluate),
+        evaluate=None if job.evaluate is None else with_targets(job.evaluate),
         targets=loaded.loss.targets,
         loss=loaded.loss,
         metrics=student_metrics(job.metrics, loaded.loss),
@@ -220,11 +220,11 @@ def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
     """Return the teachers, each with the layers that the loss matches."""
     teachers = distillation.teachers
     matched = [(match.of or teachers[0].name, match.teacher) for match in distillation.loss.matches if teachers]
-    found = []
+    result = []
     for teacher in teachers:
-        layers = (*teacher.layers, *(layer for of, layer in matched if of == teacher.name))
-        found.append(teacher.replace(layers=tuple(dict.fromkeys(layers))))
-    return tuple(found)
+        layers = (*teacher.layers, *(layer for name, layer in matched if name == teacher.name))
+        result.append(teacher.replace(layers=tuple(dict.fromkeys(layers))))
+    return tuple(result)
 
 
 def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> None:

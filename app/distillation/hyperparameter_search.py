@@ -117,15 +117,15 @@ class Search(StrictModel):
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
         """Return all settings by name, with their losses. Raises JobError for a loss without teachers, `alpha=1`."""
-        found = {}
+        settings = {}
         for temperature, alpha in product(self.temperatures or (None,), self.alphas or (None,)):
-            given = {"temperature": temperature, "alpha": alpha}
-            given = {name: value for name, value in given.items() if value is not None}
-            name = "-".join(f"{key[0] if key == 'temperature' else key}{value:g}" for key, value in given.items())
+            values = {"temperature": temperature, "alpha": alpha}
+            values = {name: value for name, value in values.items() if value is not None}
+            name = "-".join(f"{key[0] if key == 'temperature' else key}{value:g}" for key, value in values.items())
             name = name or "given"
-            loss = self.distillation.loss.replace(**given)
-            found[name] = (Setting(name=name, temperature=temperature, alpha=alpha), loss)
-        return found
+            loss = self.distillation.loss.replace(**values)
+            settings[name] = (Setting(name=name, temperature=temperature, alpha=alpha), loss)
+        return settings
 
     def _distillation_problems(self) -> list[str]:
         job, distillation, problems = self.student, self.distillation, []
@@ -148,8 +148,8 @@ class Search(StrictModel):
         problems, share = [], self.validation
         if not isinstance(share, Dataset) and not (isinstance(share, float) and 0 < share < 1):
             problems.append(f"validation={share!r}: give a data set, or a share of the training set between 0 and 1")
-        for name, given in (("temperatures", self.temperatures), ("alphas", self.alphas)):
-            if len(set(given)) < len(given):
+        for name, values in (("temperatures", self.temperatures), ("alphas", self.alphas)):
+            if len(set(values)) < len(values):
                 problems.append(f"{name}= names one twice")
         try:
             self.settings()
@@ -160,10 +160,10 @@ class Search(StrictModel):
 
 
 def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> SearchResult:
-    """Find the temperature and alpha with which a student learns best from its teachers, and whether that helps it.
+    """Find the temperature and alpha with which a student learns best from its teachers, and whether teachers help it.
 
-    Settings are trained as runs of their own, some at a time, and so is the student without teachers. They are compared
-    on a validation set. The best of them and the student alone are evaluated on the test set once. Teachers with
+    Each setting and the student without teachers are trained as separate runs, some at a time, and compared on a
+    validation set. The best setting and the student alone are evaluated on the test set once. Teachers with
     `train=True` are trained first; teacher outputs are computed once for all runs. The same call continues where an
     earlier one was stopped or killed, and returns the stored result where it is finished.
 
@@ -187,9 +187,9 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
     if (past := store.find(_RESULT_FILE)) is not None:
         return SearchResult.decode(past)
     jobs = SearchJobs.of(search, verbose)
-    found = _test(search, jobs, store.uri, _train(search, jobs, store, verbose), verbose)
-    store.put(_RESULT_FILE, found.encode())
-    return found
+    result = _test(search, jobs, store.uri, _train(search, jobs, store, verbose), verbose)
+    store.put(_RESULT_FILE, result.encode())
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +206,18 @@ class SearchJobs:
     def of(cls, search: Search, verbose: bool) -> SearchJobs:
         """Compute missing teacher outputs, and split the rows. Raises as `compose_job`."""
         distillation, share = _targets_once(search.distillation), search.validation
-        whole = compose_job(distillation, verbose=verbose)
+        composed = compose_job(distillation, verbose=verbose)
         student = fixed_layout(search.student)
         if isinstance(share, float):
-            train, validation = _split(whole.job.train, share)
-            own = _split(student.train, share)
+            train, validation = _split(composed.job.train, share)
+            student_parts = _split(student.train, share)
         else:
-            validated = distillation.replace(student=search.student.replace(evaluate=share))
-            train, validation = whole.job.train, compose_job(validated, verbose=verbose).job.evaluate
-            own = (student.train, share)
-        alone = student.replace(train=own[0], evaluate=own[1])
+            on_validation = distillation.replace(student=search.student.replace(evaluate=share))
+            train, validation = composed.job.train, compose_job(on_validation, verbose=verbose).job.evaluate
+            student_parts = (student.train, share)
+        alone = student.replace(train=student_parts[0], evaluate=student_parts[1])
         return cls(
-            composed=whole, alone=alone, train=train, validation=validation, test=whole.job.evaluate,
+            composed=composed, alone=alone, train=train, validation=validation, test=composed.job.evaluate,
         )  # fmt: skip
 
     def runs(self, search: Search, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Job]:
@@ -248,10 +248,10 @@ def _split(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
 
 def _check_past(search: Search, store: Store, resume: bool) -> None:
     """Store the description of the search. Raises RunConflict if the name belongs to another search."""
-    words = _described(search)
+    words = _describe_search(search)
     stored = store.find(_SEARCH_FILE)
-    old = json.loads(stored)["search"] if stored is not None else words
-    changed = description_changes(old, words)
+    old_words = json.loads(stored)["search"] if stored is not None else words
+    changed = description_changes(old_words, words)
     if changed and not resume:
         listed = "".join(f"\n    {line}" for line in changed)
         raise RunConflict(
@@ -264,7 +264,7 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
     store.put(_SEARCH_FILE, json.dumps({"search": words}, indent=1).encode())
 
 
-def _described(search: Search) -> dict[str, str]:
+def _describe_search(search: Search) -> dict[str, str]:
     """Return a description of all that the results depend on."""
     job, loaded = search.student, LoadedDistillation.of(_targets_once(search.distillation))
     words = describe(
@@ -274,9 +274,9 @@ def _described(search: Search) -> dict[str, str]:
     )
     share = search.validation
     rows = f"{share:g} of train" if isinstance(share, float) else f"{share!r}, {share.index().hash[:8]}"
-    own = ("temperatures", "alphas", "seeds", "metric", "mode", "finalists")
-    told = {name: runner.sha256[:12] for name, runner in loaded.runners.items()}
-    return {**words, **{name: str(getattr(search, name)) for name in own}, "validation": rows, "teachers": str(told)}
+    keys = ("temperatures", "alphas", "seeds", "metric", "mode", "finalists")
+    shas = {name: runner.sha256[:12] for name, runner in loaded.runners.items()}
+    return {**words, **{key: str(getattr(search, key)) for key in keys}, "validation": rows, "teachers": str(shas)}
 
 
 def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dict[str, float]:

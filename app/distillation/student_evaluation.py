@@ -207,17 +207,18 @@ class StudentEvaluation:
         size = int(max(1, min(_ROWS, _CHUNK // widest)))
         for start in range(0, len(self._rows), size):
             batch = self._read(self._rows[start : start + size])
-            said = {}
+            all_outputs = {}
             for each in self._models:
-                said[each.name] = outputs = each.source(batch)
+                all_outputs[each.name] = outputs = each.source(batch)
                 each.output = each.output if start else self._output_name(each, batch, outputs)
-            told = [self._count_metrics(each, batch, said[each.name]) for each in self._models]
-            loss = next((terms for terms in told if terms is not None), None)
-            first = next(iter(said.values()))
-            self._tokens = first.shape[1] if self._kind == "language_model" else 1
-            labels, weights, tokens = labels_of(self._kind, first, self._targets(batch), loss)
+            loss_terms = [self._count_metrics(each, batch, all_outputs[each.name]) for each in self._models]
+            loss = next((terms for terms in loss_terms if terms is not None), None)
+            example = next(iter(all_outputs.values()))
+            self._tokens = example.shape[1] if self._kind == "language_model" else 1
+            labels, weights, tokens = labels_of(self._kind, example, self._targets(batch), loss)
             units = {
-                name: labelled_outputs(self._kind, each[:, :tokens], labels, weights) for name, each in said.items()
+                name: labelled_outputs(self._kind, each[:, :tokens], labels, weights)
+                for name, each in all_outputs.items()
             }
             if len(self._teachers) > 1:
                 teachers = {name: units[name] for name in self._teachers}
@@ -225,7 +226,7 @@ class StudentEvaluation:
             self._count(units)
 
     def scorecard(self) -> Scorecard:
-        """Return the scorecard of what was counted."""
+        """Return the scorecard of the counted outputs."""
         first = next(iter(self._soft_targets.values()), None)
         marks = [self._score(name, scores) for name, scores in self._own_scores.items()]
         main = {mark.name: mark.scores.get(MAIN_SCORE.get(self._kind, "top-1"), math.nan) for mark in marks}
@@ -236,24 +237,25 @@ class StudentEvaluation:
             commonest=[float(each) for each in first.commonest()] if first else None,
             pairs=[
                 StudentTeacherScore(
-                    student=one, teacher=other, scores=agreement.scores(), kept=retained_share(main[one], main[other])
+                    student=student, teacher=teacher, scores=agreement.scores(),
+                    kept=retained_share(main[student], main[teacher]),
                 )
-                for (one, other), agreement in self._agreement.items()
+                for (student, teacher), agreement in self._agreement.items()
             ],
         )  # fmt: skip
 
     def _score(self, name: str, scores: ClassificationMetrics | RegressionMetrics) -> ModelScore:
         """Return the scores of a model, or of all teachers together, which have no model of their own."""
-        own: dict[str, Any] = {}
+        details: dict[str, Any] = {}
         if (model := next((each for each in self._models if each.name == name), None)) is not None:
-            own = {
+            details = {
                 "metrics": model.sums.means(), "latency_s": model.latency_s, "parameters": model.profile.parameters,
                 "size_bytes": model.profile.parameter_bytes,
             }  # fmt: skip
         return ModelScore(
             name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
             reliability=scores.reliability(),
-            soft=self._soft_targets[name].means() if name in self._soft_targets else [], **own,
+            soft=self._soft_targets[name].means() if name in self._soft_targets else [], **details,
         )  # fmt: skip
 
     def _read(self, samples: _Array) -> Batch:
@@ -263,16 +265,16 @@ class StudentEvaluation:
         return Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
 
     def _targets(self, batch: Batch) -> list[_Array]:
-        wanted = self._job.target_names
-        columns = self._job.data.collation(batch) if wanted else {}
-        return [np.asarray(columns[name]) for name in wanted]
+        names = self._job.target_names
+        columns = self._job.data.collation(batch) if names else {}
+        return [np.asarray(columns[name]) for name in names]
 
-    def _output_name(self, model: EvaluatedModel, batch: Batch, said: _Array) -> str | None:
+    def _output_name(self, model: EvaluatedModel, batch: Batch, output: _Array) -> str | None:
         """Return the name under which the job's functions take a model's output: empty for bare, None if none fits."""
         problem = ""
         for name in ("", self._loss.soft.output or LOGITS) if self._job.target_names else ():
             try:
-                self._terms_of(batch, {name: said} if name else said, "")
+                self._terms_of(batch, {name: output} if name else output, "")
             except (JobError, UserCodeError) as error:
                 problem = problem or error.what
             else:
@@ -281,23 +283,23 @@ class StudentEvaluation:
             self.notes.append(f"loss and metrics of {model.name} cannot be computed from its output alone: {problem}")
         return None
 
-    def _count_metrics(self, model: EvaluatedModel, batch: Batch, said: _Array) -> Terms | None:
+    def _count_metrics(self, model: EvaluatedModel, batch: Batch, output: _Array) -> Terms | None:
         """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
         if model.output is None:
             return None
-        outputs = {model.output: said} if model.output else said
-        found = {_LOSS: self._terms_of(batch, outputs, "")}
+        outputs = {model.output: output} if model.output else output
+        terms_by_name = {_LOSS: self._terms_of(batch, outputs, "")}
         for metric in self._spec.metrics:
             if metric not in model.dropped:
                 try:
-                    found[metric] = self._terms_of(batch, outputs, metric)
+                    terms_by_name[metric] = self._terms_of(batch, outputs, metric)
                 except (JobError, UserCodeError) as error:
                     model.dropped.add(metric)
                     self.notes.append(f"{metric} of {model.name} cannot be computed: {error.what}")
         totals = {key: (float((terms.values * terms.weights).sum()), float(terms.weights.sum()))
-                  for key, terms in found.items()}  # fmt: skip
+                  for key, terms in terms_by_name.items()}  # fmt: skip
         model.sums += MetricSums(totals=totals)
-        return found[_LOSS]
+        return terms_by_name[_LOSS]
 
     def _terms_of(self, batch: Batch, outputs: Any, only: str) -> Terms:
         backend = load_module(f"trainwright.strategies.{self._framework}.distillation.model_backend")
@@ -320,12 +322,9 @@ class StudentEvaluation:
         logs, labels, weights = units.chances, units.labels, units.weights
         if self._kind == "multi_label":  # a row for each label of a sample, with all labels of this sample
             count = units.columns
-            own, present = np.nonzero(labels.reshape(-1, count))
-            logs, labels, weights = (
-                logs[:, 1].reshape(-1, count)[own],
-                present,
-                weights.reshape(-1, count)[own, present],
-            )
+            rows, present = np.nonzero(labels.reshape(-1, count))
+            weights = weights.reshape(-1, count)[rows, present]
+            logs, labels = logs[:, 1].reshape(-1, count)[rows], present
         self._soft_targets.setdefault(name, SoftTargetMatrix(logs.shape[-1], labels)).add(logs, labels, weights)
 
     def _teachers_of(self, student: str, units: Mapping[str, LabelledOutputs]) -> list[str]:
@@ -341,12 +340,12 @@ class StudentEvaluation:
 
 def _latencies(loaded: LoadedTeacher, batch: Batch) -> dict[str, float]:
     """Return median seconds of a call with one row of a batch, and with all rows, from arrays to arrays."""
-    found = {}
+    medians = {}
     for rows in dict.fromkeys((1, batch.rows)):
         columns = {name: column[:rows] for name, column in batch.columns.items()}
         part = Batch(columns=columns, weights=batch.weights[:rows], samples=batch.samples[:rows])
-        found[str(rows)] = _seconds(lambda part=part: loaded.outputs(part))  # type: ignore[misc]
-    return found
+        medians[str(rows)] = _seconds(lambda part=part: loaded.outputs(part))  # type: ignore[misc]
+    return medians
 
 
 def _latency_device() -> str:
@@ -380,61 +379,62 @@ class LabelledOutputs:
     columns: int = 1  # units of a row: labels in multi-label, tokens in language models
 
 
-def labelled_outputs(kind: str, said: _Array, labels: _Array | None, weights: _Array) -> LabelledOutputs:
+def labelled_outputs(kind: str, outputs: _Array, labels: _Array | None, weights: _Array) -> LabelledOutputs:
     """Return outputs as units.
 
     Args:
         kind: of `SoftLoss`.
-        said: (rows, ...) logits or values.
-        labels: of the shape of `said` without its axis of classes; None without labels.
+        outputs: (rows, ...) logits or values.
+        labels: of the shape of `outputs` without the axis of classes; None without labels.
         weights: (rows, ...), of rows or of units.
     """
-    said = np.asarray(said, dtype=np.float64)
+    outputs = np.asarray(outputs, dtype=np.float64)
     if kind == "regression":
-        flat = said.reshape(len(said), -1)
+        flat = outputs.reshape(len(outputs), -1)
         values = None if labels is None else labels.reshape(flat.shape).astype(np.float64)
-        return LabelledOutputs(chances=flat, labels=values, weights=_spread(weights, (len(said),)))
-    each = kind == "multi_label"
-    logits = np.stack((np.zeros_like(said), said), axis=-1) if each else said
-    known = None if labels is None else labels.astype(np.int64).reshape(-1)
-    counted = _spread(weights, logits.shape[:-1]).reshape(-1)
+        return LabelledOutputs(chances=flat, labels=values, weights=_spread(weights, (len(outputs),)))
+    per_label = kind == "multi_label"
+    logits = np.stack((np.zeros_like(outputs), outputs), axis=-1) if per_label else outputs
+    class_ids = None if labels is None else labels.astype(np.int64).reshape(-1)
+    unit_weights = _spread(weights, logits.shape[:-1]).reshape(-1)
     chances = log_softmax(logits).reshape(-1, logits.shape[-1])
-    return LabelledOutputs(chances=chances, labels=known, weights=counted, columns=len(chances) // max(len(said), 1))
+    columns = len(chances) // max(len(outputs), 1)
+    return LabelledOutputs(chances=chances, labels=class_ids, weights=unit_weights, columns=columns)
 
 
 def labels_of(
-    kind: str, said: _Array, targets: Sequence[_Array], loss: Terms | None
+    kind: str, outputs: _Array, targets: Sequence[_Array], loss: Terms | None
 ) -> tuple[_Array | None, _Array, int | None]:
     """Return labels, weights and tokens of some rows.
 
     Args:
         kind: of `SoftLoss`.
-        said: (rows, ...) outputs of a model.
+        outputs: (rows, ...) outputs of a model.
         targets: the job's target columns, after collation.
-        loss: the job's loss of the outputs. Its weights count, such as a mask of tokens. A loss of one token less than
-            the outputs have is that of the next tokens.
+        loss: the job's loss of the outputs. Its weights count, such as a mask of tokens. A loss with one token less
+            than the outputs is a loss of next tokens.
 
     Returns:
         Labels as `labelled_outputs` takes them, or None if no target is one; weights; how many tokens have a label,
         None for all.
     """
-    weights = np.ones(len(said)) if loss is None else loss.weights
+    weights = np.ones(len(outputs)) if loss is None else loss.weights
     if kind in ("regression", "multi_label"):
-        fitting = (each for each in targets if each.size == said.size and each.dtype.kind in "fiub")
-        found = next(fitting, None)
-        labels = None if found is None else found.reshape(said.shape)
+        fitting = (each for each in targets if each.size == outputs.size and each.dtype.kind in "fiub")
+        target = next(fitting, None)
+        labels = None if target is None else target.reshape(outputs.shape)
         return (labels > 0.5 if labels is not None and kind == "multi_label" else labels), weights, None
-    *ahead, classes = said.shape
-    names = (each.reshape(ahead) for each in targets if each.dtype.kind in "iub" and each.size == math.prod(ahead))
-    shares = (each.argmax(axis=-1) for each in targets if each.shape == said.shape)
+    *leading, classes = outputs.shape
+    names = (each.reshape(leading) for each in targets if each.dtype.kind in "iub" and each.size == math.prod(leading))
+    shares = (each.argmax(axis=-1) for each in targets if each.shape == outputs.shape)
     labels = next(iter((*names, *shares)), None)
     if labels is None:
-        return None, np.ones(len(said)), None
-    following = loss is not None and len(ahead) == 2 and loss.values.shape == (ahead[0], ahead[1] - 1)
-    if following:
+        return None, np.ones(len(outputs)), None
+    next_tokens = loss is not None and len(leading) == 2 and loss.values.shape == (leading[0], leading[1] - 1)
+    if next_tokens:
         labels = labels[:, 1:]
-    counted = _spread(weights, labels.shape) * ((labels >= 0) & (labels < classes))  # not an index to ignore
-    return np.where(counted > 0, labels, 0), counted, labels.shape[1] if following else None
+    label_weights = _spread(weights, labels.shape) * ((labels >= 0) & (labels < classes))  # not an index to ignore
+    return np.where(label_weights > 0, labels, 0), label_weights, labels.shape[1] if next_tokens else None
 
 
 def log_softmax(logits: _Array) -> _Array:
@@ -442,16 +442,16 @@ def log_softmax(logits: _Array) -> _Array:
     return np.asarray(logits - log_sum(logits)[..., None])
 
 
-def ensemble_outputs(kind: str, said: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
+def ensemble_outputs(kind: str, outputs: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
     """Return the outputs of several models as one: the mean of probabilities, or of values in regression.
 
     Args:
         kind: of `SoftLoss`.
-        said: outputs of each model, by name.
+        outputs: outputs of each model, by name.
         shares: of each model, by name; their sum is 1.
     """
-    first, values = next(iter(said.values())), kind == "regression"
-    parts = [(each.chances if values else np.exp(each.chances)) * shares[name] for name, each in said.items()]
+    first, values = next(iter(outputs.values())), kind == "regression"
+    parts = [(each.chances if values else np.exp(each.chances)) * shares[name] for name, each in outputs.items()]
     total: _Array = sum(parts[1:], parts[0])
     with np.errstate(divide="ignore"):
         return replace(first, chances=total if values else np.log(total))
@@ -482,8 +482,8 @@ class ClassificationMetrics:
     def scores(self) -> dict[str, float]:
         """Return top-1 accuracy, negative log-likelihood in nats, expected calibration error (Guo et al., 2017)."""
         error = np.abs(self._bins[1] - self._bins[2]).sum()
-        found = {"top-1": self.correct, "NLL": self.surprise, "ECE": float(error)}
-        return {name: value / self.weight if self.weight else math.nan for name, value in found.items()}
+        sums = {"top-1": self.correct, "NLL": self.surprise, "ECE": float(error)}
+        return {name: value / self.weight if self.weight else math.nan for name, value in sums.items()}
 
     def reliability(self) -> list[list[float]]:
         """Return mean confidence, accuracy and share of units of each bin that is not empty."""
