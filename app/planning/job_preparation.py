@@ -34,12 +34,12 @@ from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import LogEntry, RunLog
 from trainwright.storage.weight_files import WeightFiles, initial_weights
 
-_REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
+_TF_CONFIG_NOTE = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
 
-_LISTED = 6  # columns of a note
-_LENGTH_OPTIONS = ("epochs", "epoch_samples", "early_stop", "max_time")  # a run that is done goes on if one changes
+_LISTED_COLUMNS = 6  # columns of a note
+_LENGTH_OPTIONS = ("epochs", "epoch_samples", "early_stop", "max_time")  # a finished run continues if one changes
 
-_NOT_COMPARED = (
+_NOT_COMPARED_NOTE = (
     "whether the code of model, loss, step and transforms changed since the run was started is not known: "
     "another version of trainwright or of Python recorded it; from now on it is compared again"
 )
@@ -76,7 +76,7 @@ def prepare(
 
     Args:
         resume, fresh: as of `tw.fit`.
-        connect: connects to the cluster of the run, where a look at the data takes long without it.
+        connect: connects to the run's cluster, for data whose index takes long to read in this process.
 
     Raises:
         DataError, StorageError: a data set or the store cannot be used.
@@ -108,7 +108,7 @@ def prepare(
         head = RunLog(store, job.name).head()
         if head is not None:
             _check_past(prepared, head, resume)
-            notes = () if comparable(head.job) else (_NOT_COMPARED,)
+            notes = () if comparable(head.job) else (_NOT_COMPARED_NOTE,)
             probed = read_run_summary(store, job.name).probed
             measured = probed.name if probed else ""
             return replace(prepared, measured=measured, begun=bool(head.checkpoints), notes=notes)
@@ -135,7 +135,7 @@ def _metadata_path(run: str, name: str) -> str:
 
 
 def needs_cluster_to_open(job: Job) -> bool:
-    """Return whether reading a row opens something slow, such as a model, in a process of the cluster."""
+    """Return whether reading a row opens a slow resource, such as a model, in a process of the cluster."""
     return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
@@ -148,31 +148,31 @@ def decide_plan(prepared: PreparedJob, time_step: TimeStep = lambda rows, worker
     """Choose the plan for the connected cluster.
 
     Args:
-        time_step: as for `predict_by_measuring`; it is called where no such step of this machine is known.
+        time_step: as for `predict_by_measuring`; called if this machine has no stored time of the step.
     """
     decision = plan_for(prepared, discover(possible=True))
-    known = predict_from_past(decision, prepared.job, prepared.description, prepared.store)
-    decision = known or predict_by_measuring(decision, prepared.job, prepared.description, time_step)
+    from_past = predict_from_past(decision, prepared.job, prepared.description, prepared.store)
+    decision = from_past or predict_by_measuring(decision, prepared.job, prepared.description, time_step)
     return deliver_by_measuring(decision, prepared.job, prepared.train)
 
 
 def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:
-    """Choose the plan for a cluster, with as many more nodes as it needs to start."""
-    profile, failed = profile_of(prepared), None
+    """Choose the plan for a cluster, with as many more nodes as the plan needs."""
+    profile, last_error = profile_of(prepared), None
     for grown in expansions(cluster, prepared.job):
         try:
             return _plan_on(prepared, profile, grown)
         except (PlanError, ResourceError) as error:
-            failed = error
-    assert failed is not None, "there is one expansion at least"
-    raise failed
+            last_error = error
+    assert last_error is not None, "there is one expansion at least"
+    raise last_error
 
 
 def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> Decision:
     job = apply_plan_file(prepared.job, profile, cluster)
-    asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
-    room, kept = reserve_for_transforms(cluster, prepared.job)
-    decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
+    planned_job = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
+    worker_cluster, reserved_notes = reserve_for_transforms(cluster, prepared.job)
+    decision = replace(_apply_measurements(choose(profile, worker_cluster, planned_job), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
     _check_batch_norm(prepared, profile, decision.chosen)
     _check_weights(job, profile)
@@ -181,7 +181,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     if job.recovery.on_oom == "replan" and not is_movable(decision.chosen):
         problem = 'on_oom="replan" needs a torch module on one device in each worker'
         raise JobError([f"{problem}; the plan is {decision.chosen.name}: leave it out"])
-    notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
+    notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *reserved_notes]
     notes += goal_notes(prepared.job.checkpointing.goals)
     made_for = getattr(prepared.job.training.schedule, "total_steps", prepared.total_steps)  # of an adapter's schedule
     if made_for != prepared.total_steps:
@@ -190,31 +190,31 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
             "batch_size= to from_lightning or from_hf_trainer, unless the rates do not depend on them"
         )
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
-        notes.append(_REPLACED)
+        notes.append(_TF_CONFIG_NOTE)
     notes += [f"train= is {note}" for note in (job.train.source.plan_note, prepared.train.note) if note]
-    delivery, why = delivery_of(job.train, job.data.delivery)
+    delivery, reason = delivery_of(job.train, job.data.delivery)
     if delivery == "ray_data" and not job.train.streamed:
-        notes.append(f"train= is delivered by Ray Data: {why}")
+        notes.append(f"train= is delivered by Ray Data: {reason}")
     if prepared.unused:
-        notes.append(_unused(prepared.unused))
+        notes.append(_unused_note(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)), delivery=delivery)
 
 
-def _unused(names: Sequence[str]) -> str:
+def _unused_note(names: Sequence[str]) -> str:
     """Return a note on unused columns."""
-    more = len(names) - _LISTED
-    listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-    return f"unused columns of train=: {listed}; inputs=, targets= and sample_weight= name those that the job uses"
+    more = len(names) - _LISTED_COLUMNS
+    text = ", ".join(names[:_LISTED_COLUMNS]) + (f" and {more} more" if more > 0 else "")
+    return f"unused columns of train=: {text}; inputs=, targets= and sample_weight= name those that the job uses"
 
 
-def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
+def _apply_measurements(decision: Decision, prepared: PreparedJob) -> Decision:
     """Choose the plan measured in an earlier session, and drop measurements that would not pay off."""
-    known = [plan for plan in decision.contenders if plan.name == prepared.measured]
-    if known:
-        chosen = known[0].noted("it was the quickest when plans were measured")
-        return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
-    wanted = decision.contenders and prepared.job.planning.probe and not prepared.begun
-    if not wanted or not is_worth_measuring(decision.contenders, prepared.total_steps):
+    measured = [plan for plan in decision.contenders if plan.name == prepared.measured]
+    if measured:
+        chosen = measured[0].noted("it was the quickest when plans were measured")
+        return replace(decision, chosen=chosen, rejected=_reject_unmeasured(decision, chosen), contenders=())
+    measurable = decision.contenders and prepared.job.planning.probe and not prepared.begun
+    if not measurable or not is_worth_measuring(decision.contenders, prepared.total_steps):
         return replace(decision, contenders=())
     names = [plan.strategy for plan in decision.contenders]
     rejected = [
@@ -226,13 +226,13 @@ def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
     return replace(decision, rejected=tuple(rejected))
 
 
-def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
-    """Return the rejected plans of a measured plan, with the one that its estimate would have chosen."""
-    others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
+def _reject_unmeasured(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
+    """Return the rejected plans of a measured plan, with the plan that the estimates would have chosen."""
+    rejected = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
     if decision.chosen.strategy == measured.strategy:
-        return others
+        return rejected
     reason = f"{measured.strategy} was quicker when plans were measured"
-    return (RejectedPlan(plan=decision.chosen, reason=reason), *others)
+    return (RejectedPlan(plan=decision.chosen, reason=reason), *rejected)
 
 
 def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
@@ -249,25 +249,21 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 
 
 def _check_batch_norm(prepared: PreparedJob, profile: ModelProfile, plan: Plan) -> None:
-    """Refuse batches that leave a batch norm too few rows for a variance, such as the last of an epoch.
-
-    Raises:
-        JobError: there is one.
-    """
+    """Refuse batches that leave a batch norm too few rows for a variance, such as an epoch's last. Raises JobError."""
     if profile.least_rows == 1:
         return
     job, schedule = prepared.job, make_schedule(prepared.train, **prepared.job.ordering())
     parts, _ = plan.micro_batches(job.batch_size)
     ranks = 1 if job.training.batch_norm == "sync" else plan.mesh.data_ranks
     last, lanes = prepared.steps_per_epoch - 1, schedule.order.lanes.count
-    for step in (*range(min(last, lanes)), last):  # full batches have the same shares again after so many lanes
-        own, size = int(schedule.share_rows(range(step, step + 1), ranks).min()), schedule.size(step)
-        if own < profile.least_rows * parts:
-            what = f"a batch of {formatting.count(size, 'row')} leaves a data rank {own // parts} for a micro-batch"
+    for step in (*range(min(last, lanes)), last):  # the shares of full batches repeat after `lanes` steps
+        least, size = int(schedule.share_rows(range(step, step + 1), ranks).min()), schedule.size(step)
+        if least < profile.least_rows * parts:
+            cause = f"a batch of {formatting.count(size, 'row')} leaves a data rank {least // parts} for a micro-batch"
             larger = "a larger batch_size" if size == job.batch_size else "drop_last=True, another batch_size"
             raise JobError(
                 [
-                    f"{what}, and a batch norm of vectors is trained on {profile.least_rows} at least: set {larger}, "
+                    f"{cause}, and a batch norm of vectors is trained on {profile.least_rows} at least: set {larger}, "
                     'fewer workers, or batch_norm="sync", which counts the rows of all data ranks'
                 ]
             )
@@ -295,10 +291,10 @@ def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str,
         JobError: a column is missing, a weight is unused, or labels of images mean different classes.
     """
     names = list(transformed_fields(job.train, train))
-    problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
+    problems = [*_missing_columns(job, "train", names), *_unused_weights(job, "train", train, names)]
     if evaluate is not None:
-        judged = list(transformed_fields(job.evaluate, evaluate))
-        problems += [*_missing(job, "evaluate", judged), *_unweighted(job, "evaluate", evaluate, judged)]
+        columns = list(transformed_fields(job.evaluate, evaluate))
+        problems += [*_missing_columns(job, "evaluate", columns), *_unused_weights(job, "evaluate", evaluate, columns)]
     if job.columns is None or "label" in job.columns:
         problems += _different_classes(train, evaluate)
     if problems:
@@ -306,7 +302,7 @@ def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str,
     return tuple(name for name in names if job.columns is not None and name not in job.columns)
 
 
-def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
+def _missing_columns(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
     options = ("inputs", job.input_columns), ("targets", job.target_columns), ("sample_weight", job.weight_columns)
     for option, columns in options:
         for column in columns:
@@ -314,7 +310,7 @@ def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
                 yield f"{option}={column!r} is not a column of {where}: {nearest(column, names)}"
 
 
-def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
+def _unused_weights(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
     """Yield a problem where a pipeline gives (x, y, weight), as Keras takes it, and the weight is unused."""
     weight = index.weight
     if weight in names and job.columns is not None and weight not in job.columns:
@@ -326,14 +322,14 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
 
 def _different_classes(train: Index, evaluate: Index | None) -> Iterable[str]:
     """Yield a problem for each data set where a label is another class than in the first folder of images."""
-    named = [("train", names) for names in train.class_names()]
-    named += [("evaluate", names) for names in evaluate.class_names()] if evaluate is not None else []
-    for where, names in named[1:]:
-        for label, (first, other) in enumerate(zip(named[0][1], names, strict=False)):
-            if first != other:
+    class_lists = [("train", names) for names in train.class_names()]
+    class_lists += [("evaluate", names) for names in evaluate.class_names()] if evaluate is not None else []
+    for where, names in class_lists[1:]:
+        for label, (first, second) in enumerate(zip(class_lists[0][1], names, strict=False)):
+            if first != second:
                 yield (
-                    f"label means other classes in {where}=: {label} is {other!r} there and {first!r} in "
-                    f"{named[0][0]}=; give all folders the same names: images(path, classes=[...])"
+                    f"label means other classes in {where}=: {label} is {second!r} there and {first!r} in "
+                    f"{class_lists[0][0]}=; give all folders the same names: images(path, classes=[...])"
                 )
                 break
 
@@ -343,19 +339,19 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
     if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
-    changed = description_changes(head.job, prepared.description)
-    if changed and (head.checkpoints or head.outcome != "failed"):  # workers of a killed driver may hold its state
-        listed = "".join(f"\n    {line}" for line in changed)
+    changes = description_changes(head.job, prepared.description)
+    if changes and (head.checkpoints or head.outcome != "failed"):  # workers of a killed driver may hold its state
+        change_lines = "".join(f"\n    {line}" for line in changes)
         raise RunConflict(
-            f"the run {name!r} was started with another job:{listed}\n ",
+            f"the run {name!r} was started with another job:{change_lines}\n ",
             where=where,
             remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
-    done = max((item.step for item in head.checkpoints), default=0)
+    last_step = max((item.step for item in head.checkpoints), default=0)
     ended_early = all(head.job.get(option, "None") == prepared.description[option] for option in _LENGTH_OPTIONS)
-    if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
+    if head.outcome == "done" and (last_step >= prepared.total_steps or ended_early):
         raise RunFinished(
-            f"the run {name!r} is finished ({done} steps)",
+            f"the run {name!r} is finished ({last_step} steps)",
             where=where,
             remedy=f"tw.open_run({name!r}, {prepared.job.storage!r}) shows it; fresh=True trains again, a larger "
             "epochs= goes on for longer, or give a new name; a run that early_stop= or max_time= ended goes on with a "
@@ -369,25 +365,25 @@ def reserve_for_transforms(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[s
     Raises:
         ResourceError: too few GPUs are left for the workers.
     """
-    wanted = [(name, need) for name, need in _heavy_transforms(job) if need]
-    if not wanted or cluster.accelerator != "GPU" or job.scaling.accelerator == "cpu":
+    requests = [(name, need) for name, need in _heavy_transforms(job) if need]
+    if not requests or cluster.accelerator != "GPU" or job.scaling.accelerator == "cpu":
         return cluster, ()
-    names = ", ".join(dict.fromkeys(name for name, _ in wanted))
-    taken, there = math.ceil(sum(need for _, need in wanted) - 1e-6), cluster.accelerators
-    if there - taken < (job.scaling.workers or 1):
+    names = ", ".join(dict.fromkeys(name for name, _ in requests))
+    reserved, available = math.ceil(sum(need for _, need in requests) - 1e-6), cluster.accelerators
+    if available - reserved < (job.scaling.workers or 1):
         raise ResourceError(
-            f"the transforms {names} ask for {formatting.count(taken, 'GPU')} and the workers for "
-            f"{job.scaling.workers or 'at least 1'}; the cluster has {there}",
+            f"the transforms {names} ask for {formatting.count(reserved, 'GPU')} and the workers for "
+            f"{job.scaling.workers or 'at least 1'}; the cluster has {available}",
             where="map_batches",
             remedy="set fewer workers, give the transforms cpus= or a fraction of a GPU, or compute what they add once "
             "and store it",
         )
-    nodes, left = list(cluster.nodes), taken
+    nodes, remaining = list(cluster.nodes), reserved
     for number, node in reversed(list(enumerate(nodes))):
-        here = min(left, node.accelerators)
-        nodes[number], left = replace(node, accelerators=node.accelerators - here), left - here
-    kept = f"{formatting.count(taken, 'GPU')} {'is' if taken == 1 else 'are'} kept for {names}"
-    return replace(cluster, nodes=tuple(nodes)), (kept,)
+        node_gpus = min(remaining, node.accelerators)
+        nodes[number], remaining = replace(node, accelerators=node.accelerators - node_gpus), remaining - node_gpus
+    note = f"{formatting.count(reserved, 'GPU')} {'is' if reserved == 1 else 'are'} kept for {names}"
+    return replace(cluster, nodes=tuple(nodes)), (note,)
 
 
 def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
@@ -404,5 +400,5 @@ def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
                     classes[step.function.key, step.cpus, step.gpus] = name, step.gpus
                 else:
                     functions[name] = max(functions.get(name, 0.0), step.gpus)
-    most = max(functions, key=functions.__getitem__, default="")
-    return [*classes.values(), *([(most, functions[most])] if most else [])]
+    largest = max(functions, key=functions.__getitem__, default="")
+    return [*classes.values(), *([(largest, functions[largest])] if largest else [])]

@@ -1,6 +1,7 @@
-"""Choose the plan for a job on a cluster, with reasons against the others. Needs neither Ray nor a framework.
+"""Choose the plan for a job on a cluster, and explain why the other plans were not chosen.
 
-It also writes plans to files, reads them back, and decides how many nodes an autoscaling cluster must start.
+The module also writes plans to files, reads them back, and decides how many nodes an autoscaling cluster must start. It
+needs neither Ray nor a framework.
 """
 
 from __future__ import annotations
@@ -35,42 +36,42 @@ from trainwright.strategies.search.plan_ranking import (
 )
 from trainwright.strategies.search.plan_request import PlanRequest, worker_capacity
 
-_WORTH_NOTING = 1.1  # times as fast as what is pinned
+_NOTED_SPEEDUP = 1.1  # over the pinned choices, from which on a note names the faster plan
 
 
 def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     """Choose the best plan for a job on a cluster.
 
     Raises:
-        JobError: its strategy is unknown.
+        JobError: the job's strategy is unknown.
         ResourceError: the job asks for more than the cluster has.
-        PlanError: no strategy can run the job, or what is pinned cannot.
+        PlanError: no strategy can run the job, or the pinned choices cannot.
     """
     if job.training.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     usable = usable_cluster(cluster, job)
-    allowed, unknown = _known(usable)
+    allowed, unknown = _without_unknown_kinds(usable)
     question = replace(PlanRequest.of(job, profile, allowed), kind=pinned_kind(job, usable))
-    names = _names(job, profile.framework, question.pins)
-    pins, found = question.pins, search_plans(question)
-    apart = job.planning.strategy is not None or _asks_async(pins)
+    names = _allowed_strategies(job, profile.framework, question.pins)
+    pins, ranked = question.pins, search_plans(question)
+    async_ok = job.planning.strategy is not None or _asks_async(pins)
     eligible = [
-        plan for plan in (found.plans if apart else found.unasked) if plan.strategy in names and pins.allow(plan)
+        plan for plan in (ranked.plans if async_ok else ranked.unasked) if plan.strategy in names and pins.allow(plan)
     ]
-    chosen = best_plan(question, replace(found, plans=tuple(eligible)), asynchronous=True)
+    chosen = best_plan(question, replace(ranked, plans=tuple(eligible)), asynchronous=True)
     if chosen is None:
-        raise _nothing(question, found, names)
+        raise _no_plan_error(question, ranked, names)
     job.check_plan(chosen)
     notes = (
-        *_profile_notes(profile, job), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen),
-        *_not_the_best(question, job, chosen), *_better_alone(question, chosen),
+        *_profile_notes(profile, job), *unknown, *_cpu_notes(allowed, chosen), *_consistency_notes(eligible, chosen),
+        *_note_better_unpinned(question, job, chosen), *_note_better_kind(question, chosen),
     )  # fmt: skip
-    rejected = tuple(_reject(plan, chosen, names, pins) for plan in _others(found.plans, chosen))
-    planned, misfits = first_of_strategies(found.plans), first_of_strategies(found.misfits)
+    rejected = tuple(_reject(plan, chosen, names, pins) for plan in _compared_plans(ranked.plans, chosen))
+    fitting, misfit_of = first_of_strategies(ranked.plans), first_of_strategies(ranked.misfits)
     return Decision(
         chosen=chosen.noted(*notes),
         rejected=rejected,
-        infeasible=tuple(misfit for name, misfit in misfits.items() if name not in planned),
+        infeasible=tuple(misfit for name, misfit in misfit_of.items() if name not in fitting),
         profile=question.profile,
         cluster=cluster,
         used=allowed,
@@ -80,8 +81,8 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
 
 def _asks_async(pins: PlanConstraints) -> bool:
     """Return whether the pinned choices need asynchronous workers; `sync` works without them."""
-    served = {"servers", "local_steps", *(() if pins.reduces_in_half else ("wire",))} & pins.choices.keys()
-    return bool(served) or pins.choices.get("consistency", "sync") != "sync"
+    async_choices = {"servers", "local_steps", *(() if pins.reduces_in_half else ("wire",))} & pins.choices.keys()
+    return bool(async_choices) or pins.choices.get("consistency", "sync") != "sync"
 
 
 def _profile_notes(profile: ModelProfile, job: Job) -> Iterator[str]:
@@ -92,15 +93,15 @@ def _profile_notes(profile: ModelProfile, job: Job) -> Iterator[str]:
         why = "small updates are lost in 16 bits"
         yield f'parameter {profile.narrow!r} is stored in 16 bits; {why}: precision="bf16" keeps such ones in float32'
     if profile.evaluating:
-        first, *others = profile.evaluating
-        more = f" and {len(others)} more dropouts and batch norms" if others else ""
+        first, *omitted = profile.evaluating
+        more = f" and {len(omitted)} more dropouts and batch norms" if omitted else ""
         yield (
             f"in evaluation mode while the model trains: module {first!r}{more}; call train() on the model in model(), "
             "unless that is meant"
         )
 
 
-def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
+def _cpu_notes(cluster: Cluster, chosen: Plan) -> Iterator[str]:
     """Note unused CPUs of larger nodes, and that servers share the workers' CPUs."""
     if cluster.accelerators:
         return
@@ -111,169 +112,169 @@ def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
         yield "servers compute on the workers' CPUs, which is not predicted: on a small machine a step takes longer"
 
 
-def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
-    """Note which consistency was chosen where the job names none, and why."""
+def _consistency_notes(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
+    """Note which consistency was chosen for a job that names none, and why."""
     if chosen.topology != "independent":
         return ()
-    target_s: dict[str, float] = {}
+    target_s_of: dict[str, float] = {}
     for plan in eligible:
         if plan.strategy == chosen.strategy:
-            target_s.setdefault(plan.consistency, estimate_of(plan).target_s)
-    best = min(target_s, key=target_s.__getitem__)
-    if "sync" not in target_s or best == "sync":
+            target_s_of.setdefault(plan.consistency, estimate_of(plan).target_s)
+    best = min(target_s_of, key=target_s_of.__getitem__)
+    if "sync" not in target_s_of or best == "sync":
         return ()
-    ratio = f"{target_s['sync'] / target_s[best]:.2f} times as quick to the same loss as sync"
+    ratio = f"{target_s_of['sync'] / target_s_of[best]:.2f} times as quick to the same loss as sync"
     if chosen.consistency == "sync":
         return (f"{best} is predicted {ratio}: too little to give up what equals one device; consistency= asks for it",)
     return (f"{chosen.consistency} was chosen, since it is predicted {ratio}; consistency='sync' equals one device",)
 
 
-def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
+def _allowed_strategies(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
     """Return the strategies that the job allows."""
     strategy = job.planning.strategy
     if strategy is None:
         return tuple(name for name in STRATEGIES)
     if strategy not in STRATEGIES:
-        here = PEER_STRATEGIES.get(strategy.lower())
-        advice = f"use {here}" if here else nearest(strategy, STRATEGIES)
+        equivalent = PEER_STRATEGIES.get(strategy.lower())
+        advice = f"use {equivalent}" if equivalent else nearest(strategy, STRATEGIES)
         raise JobError([f"strategy={strategy!r} is unknown: {advice}"])
     suited = strategies_for(framework)
     if strategy not in suited:
-        others = ", ".join(STRATEGIES[strategy].engines)
+        options = ", ".join(STRATEGIES[strategy].engines)
         raise PlanError(
-            f"strategy={strategy!r} is for models of {others}, and this one is of {framework}",
+            f"strategy={strategy!r} is for models of {options}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
         )
     if _asks_async(pins) and not STRATEGIES[strategy].asynchronous:
-        others = " or ".join(name for name, other in suited.items() if other.asynchronous)
+        options = " or ".join(name for name, other in suited.items() if other.asynchronous)
         if strategy == "sharded" and pins.choices.get("wire") == "bf16":
-            others = f"plan=, such as plan='dp=2,zero=2,wire=bf16', for gradients that are reduced in bf16; or {others}"
+            options = f"plan=, such as plan='dp=2,zero=2,wire=bf16', for gradients reduced in bf16; or {options}"
         raise PlanError(
-            f"{pins} is for workers that step alone, and strategy={strategy!r} has them step together",
+            f"{pins} is for asynchronous workers, and the workers of strategy={strategy!r} are synchronous",
             where="strategy",
-            remedy=f"use {others or 'a model of torch'}, or leave that out",
+            remedy=f"use {options or 'a model of torch'}, or leave that out",
         )
     return (strategy,)
 
 
 def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     """Return the part of the cluster that the job may use. Raises ResourceError for more workers than it can hold."""
-    wanted = job.scaling.accelerator.upper()
-    if wanted not in ANY_KIND:
-        found = cluster.of_kind(job.scaling.accelerator)
-        if not found.nodes:
-            there = ", ".join(kind for kind in cluster.kinds if kind) or "no accelerator whose model is known"
+    requested = job.scaling.accelerator.upper()
+    if requested not in ANY_KIND:
+        matching = cluster.of_kind(job.scaling.accelerator)
+        if not matching.nodes:
+            kinds = ", ".join(kind for kind in cluster.kinds if kind) or "no accelerator whose model is known"
             raise ResourceError(
-                f"accelerator={job.scaling.accelerator!r}: the cluster has {there}",
+                f"accelerator={job.scaling.accelerator!r}: the cluster has {kinds}",
                 where="accelerator",
                 remedy="name one of these, or use auto, gpu, tpu or cpu",
             )
-        if len(found.kinds) > 1:
+        if len(matching.kinds) > 1:
             raise ResourceError(
-                f"accelerator={job.scaling.accelerator!r}: nodes have it as {' and as '.join(found.kinds)}",
+                f"accelerator={job.scaling.accelerator!r}: nodes have it as {' and as '.join(matching.kinds)}",
                 where="accelerator",
                 remedy="Ray places workers by one name: start the nodes with the same resource accelerator_type:NAME",
             )
-        cluster = found
-    elif wanted in ("GPU", "TPU"):
-        cluster = cluster.only(wanted)
+        cluster = matching
+    elif requested in ("GPU", "TPU"):
+        cluster = cluster.only(requested)
         if not cluster.accelerators:
             raise ResourceError(
-                f"needs {job.scaling.workers or 1} {wanted}, the cluster has 0",
+                f"needs {job.scaling.workers or 1} {requested}, the cluster has 0",
                 where="accelerator",
                 remedy="set accelerator='cpu'",
             )
-    elif wanted == "CPU":
+    elif requested == "CPU":
         cluster = cluster.without_accelerators()
     elif cluster.accelerators:
         cluster = cluster.only(cluster.accelerator)  # without the head node, where it has none
-    room = worker_capacity(cluster)
+    slots = worker_capacity(cluster)
     needed = job.scaling.min_workers or job.scaling.workers
-    if needed and needed > room:
-        what = cluster.accelerator or "CPU slots"
+    if needed and needed > slots:
+        resource = cluster.accelerator or "CPU slots"
         raise ResourceError(
-            f"needs {needed} {what}, the cluster has {room}", where="workers", remedy=f"set workers={room}"
+            f"needs {needed} {resource}, the cluster has {slots}", where="workers", remedy=f"set workers={slots}"
         )
     return cluster
 
 
 def pinned_kind(job: Job, usable: Cluster) -> str:
-    """Return Ray's name of the model of accelerator that the job asks for; empty where it takes any."""
+    """Return Ray's name of the accelerator model that the job asks for; empty if any model will do."""
     return "" if job.scaling.accelerator.upper() in ANY_KIND else usable.kinds[0]
 
 
-def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster with unknown accelerators made nameless, and a note on each."""
-    unknown = [kind for kind in cluster.kinds if find_accelerator(kind) is None]
-    nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
+def _without_unknown_kinds(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster without the names of unknown accelerators, and a note on each of them."""
+    unknown_kinds = [kind for kind in cluster.kinds if find_accelerator(kind) is None]
+    nodes = tuple(replace(node, kind="" if node.kind in unknown_kinds else node.kind) for node in cluster.nodes)
     notes = tuple(
         f"the accelerator {kind or 'of this cluster'} is missing from the built-in table: its speed is assumed, and "
         "its memory is not checked; trainwright probe measures it"
-        for kind in unknown
+        for kind in unknown_kinds
     )
     return Cluster(nodes=nodes), notes
 
 
-def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> PlanError:
+def _no_plan_error(question: PlanRequest, ranked: Ranking, names: Collection[str]) -> PlanError:
     """Return the error that no plan can run the job, with reasons and a remedy."""
     pins = question.pins
-    misfits = sorted(found.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # asked for: first
-    nearest_ones = first_of_strategies(misfits).values()
-    reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in nearest_ones if item.strategy in names]
-    reasons += [f"{name}: does not match {pins}" for name in first_of_strategies(found.plans) if name in names]
-    change = "change what a reason above names"
-    if any(item.missing_bytes for item in found.misfits if item.strategy in names):
-        found_way = suggest_changes(question, lambda plan: plan.strategy in names and pins.allow(plan))
-        change = found_way or change
-    return PlanError("no plan can run this job", where="; ".join(reasons), remedy=change)
+    misfits = sorted(ranked.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # pinned first
+    nearest_misfits = first_of_strategies(misfits).values()
+    reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in nearest_misfits if item.strategy in names]
+    reasons += [f"{name}: does not match {pins}" for name in first_of_strategies(ranked.plans) if name in names]
+    remedy = "change what a reason above names"
+    if any(item.missing_bytes for item in ranked.misfits if item.strategy in names):
+        suggestion = suggest_changes(question, lambda plan: plan.strategy in names and pins.allow(plan))
+        remedy = suggestion or remedy
+    return PlanError("no plan can run this job", where="; ".join(reasons), remedy=remedy)
 
 
-def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
+def _note_better_unpinned(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
     """Note that the pinned choices are not the best, and by how much."""
     names = ("strategy", "plan", "workers", "accumulation", "consistency")
     pinned = {name: job.get(name) for name in names}
-    given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
-    if not given or question.elastic or question.devices:
+    pinned_text = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
+    if not pinned_text or question.elastic or question.devices:
         return ()
     best = best_plan(question.free, search_plans(question.free)) or chosen
     ratio = estimate_of(chosen).target_s / estimate_of(best).target_s
-    if ratio < _WORTH_NOTING:
+    if ratio < _NOTED_SPEEDUP:
         return ()
     workers = formatting.count(best.workers, "worker")
-    return (f"without {given}, {best.strategy} on {workers} is predicted {ratio:.1f} times as fast",)
+    return (f"without {pinned_text}, {best.strategy} on {workers} is predicted {ratio:.1f} times as fast",)
 
 
-def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
-    """Note that the accelerators of one kind alone would be faster than all, which wait for the slowest."""
+def _note_better_kind(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
+    """Note that one kind of accelerators alone would be faster than all kinds, which wait for the slowest."""
     kinds = question.cluster.kinds
-    steps = {}
+    target_s_of = {}
     for kind in kinds if len(kinds) > 1 and not question.workers else ():
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        apart = replace(question, cluster=Cluster(nodes=nodes))
-        alone = best_plan(apart, search_plans(apart))
-        if alone is not None:
-            steps[kind] = estimate_of(alone).target_s
-    best = min(steps, key=steps.__getitem__, default="")
-    if not best or _WORTH_NOTING * steps[best] > estimate_of(chosen).target_s:
+        one_kind = replace(question, cluster=Cluster(nodes=nodes))
+        plan = best_plan(one_kind, search_plans(one_kind))
+        if plan is not None:
+            target_s_of[kind] = estimate_of(plan).target_s
+    best = min(target_s_of, key=target_s_of.__getitem__, default="")
+    if not best or _NOTED_SPEEDUP * target_s_of[best] > estimate_of(chosen).target_s:
         return ()
-    ratio = estimate_of(chosen).target_s / steps[best]
+    ratio = estimate_of(chosen).target_s / target_s_of[best]
     why = "the slowest add little" if is_asynchronous(chosen) else "all accelerators wait for the slowest"
     return (f"{why}: the {best} alone are predicted {ratio:.1f} times as fast; accelerator={best!r} uses these",)
 
 
-def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
+def _compared_plans(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
     """Return the best plan of each other strategy, and a faster plan of the chosen strategy."""
     limit = estimate_of(chosen).target_s
-    found = [plan for plan in first_of_strategies(plans).values() if plan.strategy != chosen.strategy]
-    quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
-    return [*found, *(plan for plan in quicker[:1] if plan.workers != chosen.workers)]
+    first_plans = [plan for plan in first_of_strategies(plans).values() if plan.strategy != chosen.strategy]
+    faster = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
+    return [*first_plans, *(plan for plan in faster[:1] if plan.workers != chosen.workers)]
 
 
 def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstraints) -> RejectedPlan:
     ratio = estimate_of(plan).target_s / estimate_of(chosen).target_s
     if plan.strategy not in names or not pins.allow(plan):
-        said = f"; this one is predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _WORTH_NOTING else ""
-        return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
+        comparison = f"; this one is predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _NOTED_SPEEDUP else ""
+        return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{comparison}")
     reason = compare_plans(plan, chosen)
     if is_model_parallel(plan) and not is_model_parallel(chosen):
         reason += (
@@ -334,7 +335,7 @@ def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
     if job.planning.plan is None or not job.planning.plan.endswith(_PLAN_SUFFIX):
         return job
     facts = _read_plan(job.planning.plan)
-    now = {
+    current_facts = {
         "model": _model_facts(profile),
         "cluster": _cluster_facts(cluster),
         "batch_size": job.batch_size,
@@ -342,7 +343,7 @@ def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
     }
     differences = [
         f"{name}: {_fact_text(facts[name])} in the file, {_fact_text(value)} now"
-        for name, value in now.items()
+        for name, value in current_facts.items()
         if facts[name] != value
     ]
     if differences:
@@ -365,8 +366,8 @@ def _read_plan(path: str) -> dict[str, Any]:
         raise PlanError(
             f"the file is not JSON: {error}", where=path, remedy="write it with trainwright plan --out"
         ) from None
-    wanted = {"strategy", "plan", "model", "cluster", "batch_size", "precision"}
-    if not isinstance(facts, dict) or facts.get("trainwright_plan") != _PLAN_VERSION or not wanted <= facts.keys():
+    fields = {"strategy", "plan", "model", "cluster", "batch_size", "precision"}
+    if not isinstance(facts, dict) or facts.get("trainwright_plan") != _PLAN_VERSION or not fields <= facts.keys():
         raise PlanError(
             "the file has no plan of this version", where=path, remedy="write it with trainwright plan --out"
         )
@@ -389,7 +390,7 @@ def _cluster_facts(cluster: Cluster) -> dict[str, Any]:
 
 
 def _fact_text(value: Any) -> str:
-    """Return a fact as text; without the list of nodes, which would be long."""
+    """Return a fact as text, without the long list of nodes."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{name} {item}" for name, item in value.items() if name != "each")
@@ -399,7 +400,7 @@ def _fact_text(value: Any) -> str:
 
 
 def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
-    """Yield the running nodes with the fewest more that the job's first workers need; then larger clusters.
+    """Yield the running nodes plus the fewest that the job's first workers need; then larger clusters.
 
     The planner takes the first cluster with a plan, so that a model that does not fit gets more nodes. An elastic job
     starts with its `min_workers`, and grows when more nodes have joined.
@@ -412,19 +413,19 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
 
 
 def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
-    """Return the running nodes with the fewest more that give a number of slots, or with all possible nodes."""
+    """Add the fewest possible nodes that give a number of slots to the running ones, or else all possible nodes."""
     kind = accelerator_kind(cluster, job)
     cluster = replace(cluster, possible=usable_nodes(cluster, kind))
     return cluster.grown(nodes_needed(cluster, kind, slots))
 
 
 def accelerator_kind(cluster: Cluster, job: Job) -> str:
-    """Return the accelerator that the job names, that is running, or that could be started; "" for CPUs."""
-    wanted = job.scaling.accelerator.upper()
-    if wanted not in ANY_KIND:
+    """Return the accelerator that the job names, else a running one, else one to start; "" for CPUs."""
+    requested = job.scaling.accelerator.upper()
+    if requested not in ANY_KIND:
         return Cluster(nodes=(*cluster.nodes, *cluster.possible)).of_kind(job.scaling.accelerator).accelerator
-    if wanted != "AUTO":
-        return "" if wanted == "CPU" else wanted
+    if requested != "AUTO":
+        return "" if requested == "CPU" else requested
     kinds = {node.accelerator for node in cluster.possible}
     return cluster.accelerator or next((name for name in RAY_RESOURCES if name in kinds), "")
 
@@ -437,18 +438,18 @@ def usable_nodes(cluster: Cluster, kind: str) -> tuple[Node, ...]:
 
 
 def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
-    """Return how many possible nodes give a number of slots of a kind; all where they are too few."""
+    """Return how many possible nodes must start for a number of slots of a kind; all if they are too few."""
     most = len(cluster.possible)
     for number in range(most):
-        there = cluster.grown(number)
-        usable = there.only(kind) if kind else there.without_accelerators()
+        grown = cluster.grown(number)
+        usable = grown.only(kind) if kind else grown.without_accelerators()
         if usable.slots >= slots:
             return number
     return most
 
 
 def growth_notes(cluster: Cluster, job: Job) -> Iterator[str]:
-    """Yield notes of a plan: nodes that must be started for it, and nodes that could be."""
+    """Yield notes on nodes that must start for the plan, and on further nodes that could start."""
     if cluster.unseen:
         yield f"the plan uses only running nodes: {cluster.unseen}"
     if cluster.coming:

@@ -91,7 +91,7 @@ def test_a_jobs_own_fields_pin_the_plan() -> None:
     assert decide(plan="dp=2,consistency=async", consistency="async").chosen.consistency == "async"
     with pytest.raises(PlanError, match=r"consistency='ssp\(1\)' is not the consistency=async"):
         decide(plan="consistency=async", consistency="ssp(1)")
-    with pytest.raises(PlanError, match=r"consistency='async' is .* has them step together") as caught:
+    with pytest.raises(PlanError, match=r"consistency='async' is .* workers of .* are synchronous") as caught:
         decide(consistency="async", strategy="data_parallel")
     assert "use parameter_server or local_sgd" in str(caught.value)
 
