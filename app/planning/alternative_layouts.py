@@ -31,9 +31,9 @@ from trainwright.strategies.search.plan_request import PlanRequest
 
 MOST_CANDIDATES = 3
 MEASURING_SHARE = 0.02
-_OF_DEGREES = ("zero", "offload", "sequence", "wire")  # choices that mean nothing under other degrees
-_LESS_MEMORY = 0.9  # of the prediction that was too low, at most, of a plan for a device that ran out of memory
-_MOST_PLANS = 3  # that are named
+_DEGREE_CHOICES = ("zero", "offload", "sequence", "wire")  # choices that mean nothing under other degrees
+_MEMORY_RATIO = 0.9  # most predicted memory of a next plan, as a share of the failed plan's prediction
+_LISTED_PLANS = 3  # most plans that an error names
 _GIB = 2**30
 _RENDEZVOUS_S = 4.0  # assumed before the first one: to form a group, build a model and warm it up
 
@@ -55,11 +55,11 @@ def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[P
         return ()
     if job.training.compile == "inductor":  # each would be compiled, for minutes
         return ()
-    limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
+    limit_s, first_of = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
         if is_movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
-            found.setdefault(plan.strategy, plan)
-    return tuple(found.values())[:MOST_CANDIDATES] if len(found) > 1 else ()
+            first_of.setdefault(plan.strategy, plan)
+    return tuple(first_of.values())[:MOST_CANDIDATES] if len(first_of) > 1 else ()
 
 
 def is_worth_measuring(plans: Sequence[Plan], steps: int) -> bool:
@@ -84,7 +84,7 @@ def alternative_plans(job: Job, question: PlanRequest, plans: Sequence[Plan]) ->
 def is_movable(plan: Plan) -> bool:
     """Return whether a process of this plan can continue under others, for which it builds the model again.
 
-    Not one of Keras, which names variables by how many a process has made: another build's would have other names.
+    A Keras model is not movable: Keras numbers the variables of a process, so a second build has other names.
     """
     return _resizable(plan) and not plan.keras_backend
 
@@ -107,9 +107,9 @@ class AlternativePlans:
     def on(self, available: int, fewest: int) -> Plan | None:
         """Return a plan for `fewest` to `available` workers: the run's plan, smaller if needed, else another."""
         sizes = range(available, fewest - 1, -1)
-        own = (_resized(self.plans[0], workers) for workers in sizes)
-        other = (self._other(workers)[0] for workers in sizes)
-        return next(filter(None, own), None) or next(filter(None, other), None)
+        resized_plans = (_resized(self.plans[0], workers) for workers in sizes)
+        other_plans = (self._other(workers)[0] for workers in sizes)
+        return next(filter(None, resized_plans), None) or next(filter(None, other_plans), None)
 
     def lacking(self, available: int) -> str:
         """Return why the run's own plan does not fit a number of workers, and why others do not either."""
@@ -117,22 +117,22 @@ class AlternativePlans:
         try:
             plan.resized(available)
         except ValueError as error:
-            given = {"plan": self.job.planning.plan, "strategy": self.job.planning.strategy}
-            pinned = [f"{name}={value!r}" for name, value in given.items() if value]
+            options = {"plan": self.job.planning.plan, "strategy": self.job.planning.strategy}
+            pinned = [f"{name}={value!r}" for name, value in options.items() if value]
             reason = f"{error}" + (f", so that {' and '.join(pinned)} cannot hold" if pinned else "")
-            other, lacking = self._other(available)
-            reason = reason if other else f"{reason}; {lacking}"
+            plan_found, other_reason = self._other(available)
+            reason = reason if plan_found else f"{reason}; {other_reason}"
         return reason
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[AlternativePlans, Probed]:
-        """Return the layouts with the best measured of `plans` as the run's, and an event that reports it."""
+        """Return the layouts with the fastest measured plan as the run's plan, and an event that reports it."""
         question = self.question
-        about: dict[str, Any] = {
+        common: dict[str, Any] = {
             "profile": question.profile, "cluster": question.cluster, "batch_size": question.batch_size,
             "precision": question.precision,
         }  # fmt: skip
-        calibration = calibrate([Measurement(plan=self.plans[n], step_s=s, **about) for n, s in step_s.items()])
-        fitted = [estimate(plan=plan, calibration=calibration, **about) for plan in self.plans]
+        calibration = calibrate([Measurement(plan=self.plans[n], step_s=s, **common) for n, s in step_s.items()])
+        fitted = [estimate(plan=plan, calibration=calibration, **common) for plan in self.plans]
         best = min(step_s, key=step_s.__getitem__)
         if step_s.get(0, TIE_RATIO * 2 * step_s[best]) <= TIE_RATIO * step_s[best]:
             best = 0  # as good as the quickest, and the simplest
@@ -149,42 +149,42 @@ class AlternativePlans:
             for number, plan in enumerate(self.plans)
         ]
         rows.sort(key=lambda row: (row["note"] != "goes on", row["measured_s"] is None, row["measured_s"] or 0.0))
-        told = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
+        event = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
         question = replace(question, calibration=calibration)
-        return replace(self, plans=(chosen,), question=question, _others={}), told
+        return replace(self, plans=(chosen,), question=question, _others={}), event
 
     def leaner(self, plan: Plan) -> AlternativePlans | None:
         """Return a selector whose plan, for as many workers, is predicted to need at least a tenth less memory.
 
-        What the job pins holds, but for the degrees and a number of micro-batches above one. The run's own plan is
-        searched for all of its workers, so that it fits again when lost ones are back. This selector if its plans need
-        so much less already; None if no other plan does.
+        The pinned choices hold, except degrees and a number of micro-batches above one. The run's own plan is searched
+        for all of its workers, so that it fits again when lost workers are back. Return this selector if its plans
+        already need a tenth less, and None if no other plan does.
         """
-        room_bytes = int(_LESS_MEMORY * plan.memory_bytes)
+        room_bytes = int(_MEMORY_RATIO * plan.memory_bytes)
         if not room_bytes or 0 < self.question.room_bytes <= room_bytes:
             return self if room_bytes else None
-        pins, names = self._demands()[0]
-        accumulation, free = self.question.accumulation, {"micro_batch"}
+        pins, names = self._constraints()[0]
+        accumulation, unpinned = self.question.accumulation, {"micro_batch"}
         if self.job.training.local_state:
             accumulation = plan.accumulation  # each micro-batch has its own state
         elif (accumulation or 1) > 1:
-            accumulation, free = None, {"micro_batch", "accumulation"}
-        pins = replace(pins, choices={name: value for name, value in pins.choices.items() if name not in free})
-        own = plan.layout in [each.layout for each in self.plans]
-        workers = self.plans[0].workers if own else plan.workers
+            accumulation, unpinned = None, {"micro_batch", "accumulation"}
+        pins = replace(pins, choices={name: value for name, value in pins.choices.items() if name not in unpinned})
+        is_run_plan = plan.layout in [each.layout for each in self.plans]
+        workers = self.plans[0].workers if is_run_plan else plan.workers
         question = replace(self.question, room_bytes=room_bytes, accumulation=accumulation)
-        found = replace(self, question=question, _others={})
-        best, _ = found._best(workers, pins, names, resizable=own and self.plans[0].strategy != "one_device")
+        selector = replace(self, question=question, _others={})
+        best, _ = selector._best(workers, pins, names, resizable=is_run_plan and self.plans[0].strategy != "one_device")
         if best is None:
             return None
-        found = replace(found, plans=(best,)) if own else replace(found, _others={workers: (best, "")})
-        return found if found.on(plan.workers, plan.workers) is not None else None
+        selector = replace(selector, plans=(best,)) if is_run_plan else replace(selector, _others={workers: (best, "")})
+        return selector if selector.on(plan.workers, plan.workers) is not None else None
 
     def _other(self, workers: int) -> tuple[Plan | None, str]:
         """Return the planner's choice for a number of workers: with the pinned choices where possible, else without."""
         if workers not in self._others:
             best, reason = None, ""
-            for pins, names in self._demands():
+            for pins, names in self._constraints():
                 best, reason = self._best(workers, pins, names)
                 if best is not None:
                     break
@@ -202,30 +202,30 @@ class AlternativePlans:
         if self.plans[0].keras_backend:
             return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
         bound = workers if resizable else None
-        asked = replace(self.question, workers=workers, min_workers=bound, max_workers=bound, pins=pins)
-        found = search_plans(asked)
+        question = replace(self.question, workers=workers, min_workers=bound, max_workers=bound, pins=pins)
+        ranking = search_plans(question)
         fitting = [
             plan
-            for plan in found.plans
+            for plan in ranking.plans
             if is_movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
         ]
-        best = best_plan(asked, replace(found, plans=tuple(fitting)), asynchronous=True)
+        best = best_plan(question, replace(ranking, plans=tuple(fitting)), asynchronous=True)
         if best is not None:
             return replace(best, placement=self.plans[0].placement), ""
-        nearest = first_of_strategies(found.misfits).items()
+        nearest = first_of_strategies(ranking.misfits).items()
         return None, "; ".join(f"{name}: {misfit.reason}" for name, misfit in nearest)
 
-    def _demands(self) -> list[tuple[PlanConstraints, Collection[str]]]:
+    def _constraints(self) -> list[tuple[PlanConstraints, Collection[str]]]:
         """Return the pinned choices without degrees, then none."""
-        known = tuple(strategies_for("torch"))
+        strategies = tuple(strategies_for("torch"))
         pins = self.question.pins
-        choices = {name: value for name, value in pins.choices.items() if name not in _OF_DEGREES}
-        kept = (
+        choices = {name: value for name, value in pins.choices.items() if name not in _DEGREE_CHOICES}
+        pinned = (
             replace(pins, mesh=None, choices=choices),
-            (self.job.planning.strategy,) if self.job.planning.strategy else known,
+            (self.job.planning.strategy,) if self.job.planning.strategy else strategies,
         )
-        free = (PlanConstraints(), known)
-        return [kept, free] if choices or self.job.planning.strategy else [free]
+        free = (PlanConstraints(), strategies)
+        return [pinned, free] if choices or self.job.planning.strategy else [free]
 
 
 def _resized(plan: Plan, workers: int) -> Plan | None:
@@ -243,44 +243,44 @@ def _resized(plan: Plan, workers: int) -> Plan | None:
 def explain_out_of_memory(
     request: PlanRequest, first: Plan, plan: Plan | None, rank: int, memory: PeakMemory | None
 ) -> tuple[str, str]:
-    """Return what was predicted and used, and what to do, as texts; both empty where nothing was predicted.
+    """Return predicted and used memory, and a remedy, as texts; both are empty without a prediction.
 
-    Another plan is named if it is predicted to need a tenth less than the one that failed, however little that was: the
-    prediction was too low, so that a comparison with the device's memory says nothing.
+    The remedy names plans that are predicted to need a tenth less than the failed plan. The prediction was too low, so
+    it cannot be compared with the device's memory.
 
     Args:
         request: of the job.
         first: the plan of the run.
-        plan: under which the device ran out of memory; None for `first`.
-        rank: whose device it was.
-        memory: its peak, if it is known.
+        plan: the plan under which the device ran out of memory; None for `first`.
+        rank: the rank of the device.
+        memory: the peak of the device's memory; None if unknown.
     """
-    failed = plan or first
-    if failed.estimate is None or not failed.estimate.stage_memory_bytes:
+    failed_plan = plan or first
+    if failed_plan.estimate is None or not failed_plan.estimate.stage_memory_bytes:
         return "", ""
-    stages = failed.estimate.stage_memory_bytes
-    predicted = stages[min(failed.mesh.stage_of(rank * failed.devices_per_worker), len(stages) - 1)]
-    figures = f"the plan predicted {predicted / _GIB:.3g} GiB"
-    if failed.estimate.device_memory_bytes:
-        figures += f" of the device's {failed.estimate.device_memory_bytes / _GIB:.3g} GiB"
+    stages = failed_plan.estimate.stage_memory_bytes
+    predicted_bytes = stages[min(failed_plan.mesh.stage_of(rank * failed_plan.devices_per_worker), len(stages) - 1)]
+    figures = f"the plan predicted {predicted_bytes / _GIB:.3g} GiB"
+    if failed_plan.estimate.device_memory_bytes:
+        figures += f" of the device's {failed_plan.estimate.device_memory_bytes / _GIB:.3g} GiB"
     if memory is not None:
         figures += f", and tensors used {memory.allocated_bytes / _GIB:.3g} GiB"
         figures += f" ({memory.reserved_bytes / _GIB:.3g} GiB reserved)" if memory.reserved_bytes else ""
-    return figures, _remedy(request, failed, int(_LESS_MEMORY * failed.memory_bytes))
+    return figures, _remedy(request, failed_plan, int(_MEMORY_RATIO * failed_plan.memory_bytes))
 
 
 def _remedy(request: PlanRequest, failed: Plan, room_bytes: int) -> str:
     """Name the quickest plans of a few strategies that are predicted to take less memory."""
-    found = sorted(plans_within(request, room_bytes), key=lambda plan: estimate_of(plan).step_s)
-    if not found:
-        others = suggest_changes(request)
-        return f"no plan on these nodes needs less memory: {others or 'use a smaller batch_size'}"
-    named = [_described(plan, failed) for plan in found[:_MOST_PLANS]]
-    return f"a plan that needs less memory: {'; or '.join(named)}"
+    plans = sorted(plans_within(request, room_bytes), key=lambda plan: estimate_of(plan).step_s)
+    if not plans:
+        changes = suggest_changes(request)
+        return f"no plan on these nodes needs less memory: {changes or 'use a smaller batch_size'}"
+    texts = [_plan_text(plan, failed) for plan in plans[:_LISTED_PLANS]]
+    return f"a plan that needs less memory: {'; or '.join(texts)}"
 
 
-def _described(plan: Plan, failed: Plan) -> str:
+def _plan_text(plan: Plan, failed: Plan) -> str:
     """Return `strategy="sharded", plan="shard=8" (18 GiB, 1.2 times the step time)`."""
-    needs = plan.memory_bytes / _GIB
-    times = estimate_of(plan).step_s / estimate_of(failed).step_s
-    return f'strategy="{plan.strategy}", plan="{plan.text}" ({needs:.3g} GiB, {times:.2g} times the step time)'
+    memory_gib = plan.memory_bytes / _GIB
+    ratio = estimate_of(plan).step_s / estimate_of(failed).step_s
+    return f'strategy="{plan.strategy}", plan="{plan.text}" ({memory_gib:.3g} GiB, {ratio:.2g} times the step time)'
