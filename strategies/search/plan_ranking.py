@@ -100,14 +100,14 @@ def rank(
     question = PlanRequest(
         profile=profile, cluster=cluster, batch_size=batch_size, precision=precision, calibration=calibration or DEFAULT
     )
-    found = search_plans(question)
-    best = best_plan(question, found)
+    ranking = search_plans(question)
+    best = best_plan(question, ranking)
     if best is None:
-        raise nothing_fits(question, found)
-    return [best, *(plan for plan in found.plans if plan.text != best.text)]
+        raise nothing_fits(question, ranking)
+    return [best, *(plan for plan in ranking.plans if plan.text != best.text)]
 
 
-def best_plan(question: PlanRequest, found: Ranking, *, asynchronous: bool = False) -> Plan | None:
+def best_plan(question: PlanRequest, ranking: Ranking, *, asynchronous: bool = False) -> Plan | None:
     """Return the plan to take of a ranking, with its interval; None where there is none.
 
     `fit`, `plan --cluster` and `rank` take this one.
@@ -115,16 +115,16 @@ def best_plan(question: PlanRequest, found: Ranking, *, asynchronous: bool = Fal
     Args:
         asynchronous: the job asks for workers that step asynchronously; else they are taken where they are far ahead.
     """
-    plans = found.plans if asynchronous else found.unasked
+    plans = ranking.plans if asynchronous else ranking.unasked
     return _with_interval(question, simplest_plan(_without_needless_division(plans))) if plans else None
 
 
-def nothing_fits(question: PlanRequest, found: Ranking) -> PlanError:
+def nothing_fits(question: PlanRequest, ranking: Ranking) -> PlanError:
     """Return the error that no plan fits a cluster, with the nearest and the least change."""
-    nearest = found.misfits[0]
+    nearest = ranking.misfits[0]
     name = f"{nearest.strategy}, plan={nearest.plan.text!r}" if nearest.plan else nearest.strategy
-    what = f"no plan fits {question.cluster}; the nearest, {name}: {nearest.reason}"
-    return PlanError(what, where="cluster", remedy=suggest_changes(question) or nearest.hint)
+    problem = f"no plan fits {question.cluster}; the nearest, {name}: {nearest.reason}"
+    return PlanError(problem, where="cluster", remedy=suggest_changes(question) or nearest.hint)
 
 
 def search_plans(question: PlanRequest) -> Ranking:
@@ -151,22 +151,22 @@ def search_plans(question: PlanRequest) -> Ranking:
 
 def _with_interval(question: PlanRequest, plan: Plan) -> Plan:
     """Return a ranked plan with the interval of its estimate, which only the first ones have."""
-    found = estimate(
+    full_estimate = estimate(
         question.profile, question.cluster, plan, batch_size=question.batch_size, precision=question.precision,
         calibration=question.calibration,
     )  # fmt: skip
-    return replace(plan, estimate=found)
+    return replace(plan, estimate=full_estimate)
 
 
 def _fitting(question: PlanRequest) -> tuple[list[Plan], list[InfeasiblePlan]]:
     """Return the plans that fit and those that do not, in the order of the strategies."""
-    sized = _PlanSizer(question)
+    sizer = _PlanSizer(question)
     fitting: list[Plan] = []
     misfits: list[InfeasiblePlan] = []
     strategies = strategies_for(question.profile.framework).values()
     for item in chain.from_iterable(strategy.proposals(question) for strategy in strategies):
-        for found in [item] if isinstance(item, InfeasiblePlan) else _variants(sized, item):
-            (misfits if isinstance(found, InfeasiblePlan) else fitting).append(found)  # type: ignore[arg-type]
+        for variant in [item] if isinstance(item, InfeasiblePlan) else _variants(sizer, item):
+            (misfits if isinstance(variant, InfeasiblePlan) else fitting).append(variant)  # type: ignore[arg-type]
     return fitting, misfits
 
 
@@ -175,16 +175,16 @@ def simplest_plan(plans: Iterable[Plan]) -> Plan:
 
     A plan with stale updates is chosen only where it is far ahead of the same strategy's `sync`.
     """
-    found = list(plans)
-    fresh = [plan for plan in found if plan.strategy == found[0].strategy and plan.consistency in ("", "sync")]
+    ranked = list(plans)
+    synchronous = [plan for plan in ranked if plan.strategy == ranked[0].strategy and plan.consistency in ("", "sync")]
     if (
-        is_asynchronous(found[0])
-        and fresh
-        and _REQUIRED_SPEEDUP * estimate_of(found[0]).target_s > estimate_of(fresh[0]).target_s
+        is_asynchronous(ranked[0])
+        and synchronous
+        and _REQUIRED_SPEEDUP * estimate_of(ranked[0]).target_s > estimate_of(synchronous[0]).target_s
     ):
-        found = fresh
-    limit = TIE_RATIO * estimate_of(found[0]).target_s
-    tied = [plan for plan in found if plan.topology == found[0].topology and estimate_of(plan).target_s <= limit]
+        ranked = synchronous
+    limit = TIE_RATIO * estimate_of(ranked[0]).target_s
+    tied = [plan for plan in ranked if plan.topology == ranked[0].topology and estimate_of(plan).target_s <= limit]
     return min(tied, key=_complexity)
 
 
@@ -194,29 +194,29 @@ def _without_needless_division(plans: Iterable[Plan]) -> list[Plan]:
     On CPUs dividing costs more than the estimate says: FSDP2's steps take 1.3 to 7 times as long as DDP's there. On
     accelerators a plan stays that is predicted quicker by more than a standard deviation of the estimates.
     """
-    found = list(plans)
-    factor = max((one.high_s / one.step_s for one in map(estimate_of, found)), default=1.0) ** (1 / INTERVAL_DEVIATIONS)
-    whole_s: dict[int, float] = {}
-    for plan in found:
+    ranked = list(plans)
+    ratio = max((one.high_s / one.step_s for one in map(estimate_of, ranked)), default=1.0) ** (1 / INTERVAL_DEVIATIONS)
+    undivided_s: dict[int, float] = {}
+    for plan in ranked:
         if not is_model_parallel(plan) and not is_asynchronous(plan):
             size, target_s = plan.mesh.size, estimate_of(plan).target_s
-            whole_s[size] = min(target_s, whole_s.get(size, target_s))
+            undivided_s[size] = min(target_s, undivided_s.get(size, target_s))
 
     def is_needed(plan: Plan) -> bool:
-        best_s = min((target_s for size, target_s in whole_s.items() if size <= plan.mesh.size), default=math.inf)
+        best_s = min((target_s for size, target_s in undivided_s.items() if size <= plan.mesh.size), default=math.inf)
         if not is_model_parallel(plan) or best_s == math.inf:
             return True
-        return factor * estimate_of(plan).target_s < best_s and plan.placement.accelerators > 0
+        return ratio * estimate_of(plan).target_s < best_s and plan.placement.accelerators > 0
 
-    return list(filter(is_needed, found))
+    return list(filter(is_needed, ranked))
 
 
 def first_of_strategies(plans: Iterable[_SomePlan]) -> dict[str, _SomePlan]:
     """Return the first plan of each strategy, by the strategy's name."""
-    found: dict[str, _SomePlan] = {}
+    first_plans: dict[str, _SomePlan] = {}
     for plan in plans:
-        found.setdefault(plan.strategy, plan)
-    return found
+        first_plans.setdefault(plan.strategy, plan)
+    return first_plans
 
 
 def is_model_parallel(plan: Plan) -> bool:
@@ -241,12 +241,12 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan]) -> float:
     Where accelerators differ, synchronous plans on those of one kind are compared too.
     """
     kinds = question.cluster.kinds if len(question.cluster.kinds) > 1 and not question.workers else ()
-    found = list(plans)
+    candidates = list(plans)
     for kind in kinds:
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        found += search_plans(replace(question, cluster=Cluster(nodes=nodes))).plans
-    together = [plan for plan in found if not is_asynchronous(plan)]
-    return min((estimate_of(plan).target_s for plan in _without_needless_division(together)), default=0.0) / (
+        candidates += search_plans(replace(question, cluster=Cluster(nodes=nodes))).plans
+    synchronous = [plan for plan in candidates if not is_asynchronous(plan)]
+    return min((estimate_of(plan).target_s for plan in _without_needless_division(synchronous)), default=0.0) / (
         _REQUIRED_SPEEDUP
     )
 
@@ -255,9 +255,9 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     """Return the sort key by complexity: the kinds of parallelism, then the degree of each costly one."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
-    apart = (plan.local_steps, _CONSISTENCIES.index(plan.consistency.partition("(")[0]), plan.servers)
-    divided = (mesh.pipeline, mesh.tensor, plan.zero)
-    return kinds, *apart, *divided, plan.recompute != "none", plan.chunks, plan.accumulation
+    asynchrony = (plan.local_steps, _CONSISTENCIES.index(plan.consistency.partition("(")[0]), plan.servers)
+    division = (mesh.pipeline, mesh.tensor, plan.zero)
+    return kinds, *asynchrony, *division, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
 _MemoryChoices = tuple[tuple[str, bool], ...]  # recomputation and sequence parallelism, from the quickest on
@@ -289,17 +289,17 @@ class _PlanSizer:
             plan = replace(plan, stages=sizes, cuts=section_entries(profile, sizes))
             layer = _cut_tensor_layer(profile, plan)
             if layer:
-                why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
-                return InfeasiblePlan(strategy=plan.strategy, reason=why, hint="use fewer stages, or tp=1", plan=plan)
+                cause = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
+                return InfeasiblePlan(strategy=plan.strategy, reason=cause, hint="use fewer stages, or tp=1", plan=plan)
         memory = stage_memory(profile, plan, apart=machine.device.apart)
         if max(memory) > room:
             return _out_of_memory(plan, memory, room)
         missing = host_bytes(profile, plan, machine) - machine.host_bytes
         if machine.host_bytes and missing > 0:
-            what = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
-            more = "have more nodes with servers" if plan.servers else "shard over more devices"
-            hint = f"{more}, or use nodes with more memory"
-            return InfeasiblePlan(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
+            shortage = f"out of the host's memory by {missing / 2**30:.1f} GiB for each device"
+            change = "have more nodes with servers" if plan.servers else "shard over more devices"
+            hint = f"{change}, or use nodes with more memory"
+            return InfeasiblePlan(strategy=plan.strategy, reason=shortage, hint=hint, plan=plan, missing_bytes=missing)
         work = compute_step_work(profile, machine, plan)
         return replace(plan, estimate=point_estimate(work, memory, self.question.calibration))
 
@@ -322,11 +322,11 @@ def _unstaged_variants(
 ) -> Iterator[Plan | InfeasiblePlan]:
     """Yield the fewest micro-batches that fit, for each choice: without a pipeline fewer are never slower."""
     for choice in choices:
-        found = _first_fitting(sized, (_variant(plan, count, choice) for count in counts))
-        if found is not None:
-            yield found
-        if isinstance(found, Plan):
-            counts = counts[: counts.index(found.accumulation)]
+        variant = _first_fitting(sized, (_variant(plan, count, choice) for count in counts))
+        if variant is not None:
+            yield variant
+        if isinstance(variant, Plan):
+            counts = counts[: counts.index(variant.accumulation)]
 
 
 def _pipeline_variants(
@@ -335,12 +335,12 @@ def _pipeline_variants(
     """Yield pipelines from the smallest micro-batches on, until larger ones do not fit."""
     fits = False
     for count in reversed(counts):
-        found = _first_fitting(sized, (_variant(plan, count, choice) for choice in choices))
-        if isinstance(found, Plan):
-            choices, fits = choices[choices.index((found.recompute, found.sequence)) :], True
-        if isinstance(found, Plan) or (found is not None and not fits):
-            yield found
-        if isinstance(found, InfeasiblePlan) and found.missing_bytes:
+        variant = _first_fitting(sized, (_variant(plan, count, choice) for choice in choices))
+        if isinstance(variant, Plan):
+            choices, fits = choices[choices.index((variant.recompute, variant.sequence)) :], True
+        if isinstance(variant, Plan) or (variant is not None and not fits):
+            yield variant
+        if isinstance(variant, InfeasiblePlan) and variant.missing_bytes:
             return
 
 
@@ -354,17 +354,17 @@ def _recomputes(profile: ModelProfile) -> bool:
 
 
 def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | InfeasiblePlan | None:
-    """Return the first plan that fits, else why the last does not; None without plans."""
-    found: Plan | InfeasiblePlan | None = None
+    """Return the first plan that fits, else the last misfit; None without plans."""
+    plan_or_misfit: Plan | InfeasiblePlan | None = None
     for plan in plans:
-        found = sized.sized(plan)
-        if isinstance(found, Plan):
-            return found
-    return found
+        plan_or_misfit = sized.sized(plan)
+        if isinstance(plan_or_misfit, Plan):
+            return plan_or_misfit
+    return plan_or_misfit
 
 
 def _memory_choices(question: PlanRequest, tensor: int) -> _MemoryChoices:
-    """Return what to try, as pinned or both ways; only tensor-parallel ranks can divide tokens between their layers."""
+    """Return the choices to try. Only tensor-parallel ranks can divide tokens between their layers."""
     pins, profile = question.pins.choices, question.profile
     sequences: tuple[bool, ...] = (False,)
     if tensor > 1 and "sequence" in pins:
@@ -442,11 +442,11 @@ def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, roo
     stages, (_, rows) = plan.sections, plan.micro_batches(plan.batch_size)
     if plan.mesh.pipeline == 1:
         return (len(profile.layers),)
-    alone = Plan(
+    one_stage = Plan(
         strategy="", engine="", mesh=Mesh(tensor=plan.mesh.tensor), batch_size=rows,
         placement=WorkerResources(cpus=1.0), recompute=plan.recompute, precision=plan.precision,
     )  # fmt: skip
-    layered = _times(profile, machine, alone, remote=next_stage_is_remote(machine, plan.mesh))
+    layered = _times(profile, machine, one_stage, remote=next_stage_is_remote(machine, plan.mesh))
     quickest, limit = _quickest(layered, stages)
     if plan.chunks > 1:
         return quickest
@@ -455,10 +455,10 @@ def stage_sizes(profile: ModelProfile, machine: MachineModel, plan: Plan, *, roo
     room = _LayerMemoryLimit(memory=memory, order=layers.order, room_bytes=room_bytes)
     if not room.may_do(stages) or memory.of_stages(section_counts(profile, quickest), "", stages).max() <= room_bytes:
         return quickest
-    for most in (limit, float(layered.cut_s.max())):
-        found = _partition_below(layered, stages, most, room)
-        if found is not None:
-            return found[0]
+    for cut_limit in (limit, float(layered.cut_s.max())):
+        partition = _partition_below(layered, stages, cut_limit, room)
+        if partition is not None:
+            return partition[0]
     return quickest
 
 
@@ -509,14 +509,14 @@ def _quickest(layered: _LayerTimes, stages: int) -> tuple[_Sizes, float]:
     *limits, widest = np.unique(layered.cut_s[:-1]).tolist()
     floor = _partition_below(layered, stages, widest, None)
     assert floor is not None  # only memory can forbid every division
-    best, most, least = floor[0], widest, floor[1] + widest
+    best, cut_limit, least_s = floor[0], widest, floor[1] + widest
     for limit in limits:
-        if limit + floor[1] >= least:
+        if limit + floor[1] >= least_s:
             break
-        found = _partition_below(layered, stages, limit, None)
-        if found is not None and found[1] + limit < least:
-            best, most, least = found[0], limit, found[1] + limit
-    return best, most
+        partition = _partition_below(layered, stages, limit, None)
+        if partition is not None and partition[1] + limit < least_s:
+            best, cut_limit, least_s = partition[0], limit, partition[1] + limit
+    return best, cut_limit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -571,11 +571,11 @@ def _partition_below(
 
 def _trained_runs(trained: npt.NDArray[np.bool_], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the first layers of groups that have a trained layer each."""
-    kept = [0]
+    firsts = [0]
     for begin in begins[1:].tolist():
-        if trained[kept[-1] : begin].any() and trained[begin:].any():
-            kept.append(begin)
-    return np.array(kept, dtype=np.int64)
+        if trained[firsts[-1] : begin].any() and trained[begin:].any():
+            firsts.append(begin)
+    return np.array(firsts, dtype=np.int64)
 
 
 def _partition_runs(
@@ -588,8 +588,8 @@ def _partition_runs(
     if sizes is None:
         return None
     firsts = np.cumsum((0, *sizes[:-1]))
-    found = np.diff(np.append(begins[firsts], len(seconds)))
-    return tuple(found.tolist()), float(np.add.reduceat(costs, firsts).max())
+    layer_counts = np.diff(np.append(begins[firsts], len(seconds)))
+    return tuple(layer_counts.tolist()), float(np.add.reduceat(costs, firsts).max())
 
 
 # --- The least changes after which a plan fits ------------------------------------------------------------------------
@@ -600,17 +600,17 @@ _MAX_DEVICES = 16_384  # looked at
 
 
 def plans_within(question: PlanRequest, room_bytes: int) -> list[Plan]:
-    """Return the best synchronous plan of each strategy that takes at most so much of a device, whatever is pinned."""
-    found = search_plans(replace(question.free, room_bytes=room_bytes)).plans
-    return list(first_of_strategies(filterfalse(is_asynchronous, found)).values())
+    """Return the best synchronous plan of each strategy that fits some device memory, without the pinned choices."""
+    plans = search_plans(replace(question.free, room_bytes=room_bytes)).plans
+    return list(first_of_strategies(filterfalse(is_asynchronous, plans)).values())
 
 
 def suggest_changes(
     question: PlanRequest, suited: Callable[[Plan], bool] = lambda plan: not is_asynchronous(plan)
 ) -> str:
     """Return the least change of each kind after which a suited plan fits, as text; empty where there is none."""
-    found = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
-    return ", or ".join(found)
+    changes = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
+    return ", or ".join(changes)
 
 
 def _offloaded(question: PlanRequest, suited: Callable[[Plan], bool]) -> Iterator[str]:
@@ -635,9 +635,9 @@ def _more_nodes(question: PlanRequest, suited: Callable[[Plan], bool]) -> Iterat
     while times <= _MAX_NODE_FACTOR and devices * times <= _MAX_DEVICES and not question.workers:
         larger = Cluster(nodes=cluster.nodes * times)
         if _fits(replace(question, cluster=larger), suited):
-            more = devices * (times - 1)
+            added = devices * (times - 1)
             kind = " and ".join(filter(None, cluster.kinds)) or cluster.accelerator or "CPU slots"
-            yield f"use {more} {kind} more"
+            yield f"use {added} {kind} more"
             return
         times *= 2
 

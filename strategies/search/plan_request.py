@@ -26,7 +26,7 @@ _RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 _DEVICE_CPUS = 1.0  # that a worker with an accelerator keeps where Ray Data has work, as Ray Train's workers do
 _NO_PINS = PlanConstraints()
 _CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
-_BATCH_NORM = "batch_norm"  # among what differs from one device
+_BATCH_NORM = "batch_norm"  # its name in `ModelProfile.inexact`
 REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
 
 
@@ -49,11 +49,11 @@ class PlanRequest:
     pins: PlanConstraints = _NO_PINS  # constraints on the plan
     own_step: bool = False  # the job's own step function calls the model
     offload: bool = False  # only plans that keep the model's state in host memory
-    room_bytes: int = 0  # of a device that a plan may take at most; 0 for what there is
+    room_bytes: int = 0  # most device memory that a plan may take; 0 for all of it
     together: bool = False  # batch norms see the whole batch
     kind: str = ""  # Ray's name of the accelerators' model that the job asks for
-    data_cpus: float = 0.0  # that Ray Data needs at least
-    calibration: Calibration = DEFAULT  # that steps are predicted with
+    data_cpus: float = 0.0  # least CPUs for Ray Data
+    calibration: Calibration = DEFAULT  # of predicted steps
     replicated: tuple[str, ...] = ()  # options that need all of the model on each worker
     torch_option: str = ""  # an option that parameter servers and TensorFlow do not have; empty for none
     # workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`
@@ -75,19 +75,19 @@ class PlanRequest:
     def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> PlanRequest:
         """Return the request of a job. Raises PlanError where its `plan=` cannot be read."""
         pins = PlanConstraints.parse(job.planning.plan or "").beside(_async_choices(job.planning))
-        pinned = max(1, pins.mesh.size // (job.tensorflow.devices or 1)) if pins.mesh else None
+        pinned_workers = max(1, pins.mesh.size // (job.tensorflow.devices or 1)) if pins.mesh else None
         if pins.mesh and job.scaling.workers and job.scaling.workers * (job.tensorflow.devices or 1) != pins.mesh.size:
-            has = f"workers={job.scaling.workers}" + (
+            job_workers = f"workers={job.scaling.workers}" + (
                 f" of {job.tensorflow.devices} devices" if job.tensorflow.devices else ""
             )
             raise PlanError(
-                f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {has}",
+                f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {job_workers}",
                 where="plan",
-                remedy=f"change a degree, or set workers={pinned} or leave it out",
+                remedy=f"change a degree, or set workers={pinned_workers} or leave it out",
             )
         # Batch norms that must see the whole batch at once have one micro-batch a worker.
-        synced = job.training.batch_norm == "sync"
-        single = 1 if synced and _BATCH_NORM not in job.training.inexact else None
+        sync_batch_norm = job.training.batch_norm == "sync"
+        sync_accumulation = 1 if sync_batch_norm and _BATCH_NORM not in job.training.inexact else None
         return cls(
             profile=_apply_tensor_plan(profile, job.planning.tensor_plan),
             cluster=cluster,
@@ -96,16 +96,16 @@ class PlanRequest:
             pins=pins,
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
-            together=synced,
+            together=sync_batch_norm,
             data_cpus=_data_cpus(job, cluster),
             replicated=_replicated_options(job),
             torch_option=_torch_option(job),
-            workers=job.scaling.workers or pinned,
+            workers=job.scaling.workers or pinned_workers,
             min_workers=job.scaling.min_workers,
             max_workers=job.scaling.max_workers,
             devices=job.tensorflow.devices,
             threads=job.scaling.threads_per_worker,
-            accumulation=job.training.accumulation or pins.choices.get("accumulation") or single,
+            accumulation=job.training.accumulation or pins.choices.get("accumulation") or sync_accumulation,
             inexact=job.training.inexact,
             run=job.tensorflow.run,
             compile=job.training.compile,
@@ -158,22 +158,22 @@ class PlanRequest:
         return self.devices or min((node.accelerators for node in self.cluster.nodes if node.accelerators), default=1)
 
     def workers_of(self, devices: int = 1, degree: int = 1) -> int:
-        """Return the first number of workers: the pinned one, or one for each slot; an elastic job takes what there is.
+        """Return the first number of workers: the pinned one, or one for each slot; an elastic job takes free slots.
 
         Args:
             devices: of each worker; on a CPU they share a slot.
             degree: ranks that divide a model, and share its samples; each model has one sample at least.
         """
         shared = devices if self.cluster.accelerators else 1
-        slots, room = max(1, self.cluster.slots // shared), max(1, worker_capacity(self.cluster) // shared)
-        most = degree * self.batch_size
+        slots, capacity = max(1, self.cluster.slots // shared), max(1, worker_capacity(self.cluster) // shared)
+        most_workers = degree * self.batch_size
         if not self.elastic:
-            return self.workers or min(slots, most)
-        wanted = self.workers or min(slots, self.max_workers or most)
-        return max(min(wanted, room), self.min_workers or 1)
+            return self.workers or min(slots, most_workers)
+        requested = self.workers or min(slots, self.max_workers or most_workers)
+        return max(min(requested, capacity), self.min_workers or 1)
 
     def replicas_of(self, degree: int) -> int:
-        """Return how many models fit that `degree` ranks divide each; 0 where they do not fill a pinned number."""
+        """Return the number of replicas of `degree` ranks each; 0 if they do not add up to a pinned number of ranks."""
         ranks = self.workers_of(degree=degree)
         pinned = self.workers or self.elastic
         return 0 if pinned and ranks % degree else ranks // degree
@@ -191,13 +191,13 @@ class PlanRequest:
         """Return a plan with some devices in each worker; choices that the strategy leaves open are the job's."""
         if choices.get("zero") and self.pins.reduces_in_half:
             choices = {"wire": "bf16", **choices}
-        beside = servers + (choices.get("topology") == "coordinator")  # a chief
+        extra_processes = servers + (choices.get("topology") == "coordinator")  # a chief
         return Plan(
             strategy=strategy,
             engine=engine,
             mesh=mesh,
             batch_size=self.batch_size,
-            placement=self.place(mesh.size // devices + beside, devices, tensor_workers(mesh, devices)),
+            placement=self.place(mesh.size // devices + extra_processes, devices, tensor_workers(mesh, devices)),
             servers=servers,
             accumulation=self.accumulation or 1,
             devices_per_worker=devices,
@@ -217,8 +217,8 @@ class PlanRequest:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
             raise Refusal(reason, f"set batch_size={data_ranks} or more")
         if self.undeclared and data_ranks > 1:
-            synced = self.undeclared == (_BATCH_NORM,) and strategy == REPLICATED[-1]
-            sync = 'set batch_norm="sync", ' if synced else ""
+            can_sync = self.undeclared == (_BATCH_NORM,) and strategy == REPLICATED[-1]
+            sync = 'set batch_norm="sync", ' if can_sync else ""
             raise Refusal(
                 f"{', '.join(self.undeclared)} would give another result than one device",
                 f"{sync}use a layer that looks at one sample (group or layer norm), or accept it: "
@@ -227,14 +227,14 @@ class PlanRequest:
 
     def check_replicas(self, strategy: str) -> None:
         """Raise Refusal where the job asks something of replicas that a strategy cannot do."""
-        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
-        if own or not self.replicated:
+        is_replicated = strategy in REPLICATED and self.profile.framework in ("torch", "")
+        if is_replicated or not self.replicated:
             return
-        asked = self.replicated[0]
+        option = self.replicated[0]
         if self.profile.framework != "torch":
             hint = "Keras has BatchNormalization(synchronized=True)" if self.together else "leave it out"
-            raise Refusal(f"{asked} is for torch models", hint)
-        raise Refusal(f"{asked} needs all of the model on each worker", f"use {REPLICATED[-1]}")
+            raise Refusal(f"{option} is for torch models", hint)
+        raise Refusal(f"{option} needs all of the model on each worker", f"use {REPLICATED[-1]}")
 
     def check_torch_option(self, *, asynchronous: bool) -> None:
         """Raise Refusal where the strategy or the framework does not have an option of the job."""
@@ -265,31 +265,31 @@ class PlanRequest:
     def check_several(self, ranks: int) -> None:
         """Raise Refusal where there is only one rank and the number of workers is fixed."""
         if ranks == 1 and not self.elastic:
-            why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
-            raise Refusal(why, "give the job two workers or more")
+            reason = "workers=1 is pinned" if self.workers else "there is room for one worker only"
+            raise Refusal(reason, "give the job two workers or more")
 
 
 def _data_cpus(job: Job, cluster: Cluster) -> float:
-    """Return the CPUs that Ray Data needs at least; all that it can have where it works for accelerators."""
-    given = [data for data in (job.train, job.evaluate) if data is not None]
-    delivered = job.data.delivery == "ray_data" or any(data.streamed for data in given)
-    if cluster.accelerators and (delivered or (job.data.delivery == "auto" and any(data.heavy for data in given))):
+    """Return the least CPUs for Ray Data; infinity, for all free CPUs, where Ray Data feeds accelerators."""
+    datasets = [data for data in (job.train, job.evaluate) if data is not None]
+    delivered = job.data.delivery == "ray_data" or any(data.streamed for data in datasets)
+    if cluster.accelerators and (delivered or (job.data.delivery == "auto" and any(data.heavy for data in datasets))):
         return math.inf
-    return least_resources([data.source.needs for data in given], "CPU")
+    return least_resources([data.source.needs for data in datasets], "CPU")
 
 
 def _async_choices(options: Planning) -> dict[str, Any]:
     """Return the plan's choices that a job's options for asynchronous training pin; nothing for options left out."""
-    given: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     if options.consistency:
-        given["consistency"] = str(Consistency.parse(options.consistency))
+        choices["consistency"] = str(Consistency.parse(options.consistency))
     wire = GradientCompression.parse(options.wire)
     if wire != GradientCompression():
-        given["wire"] = str(wire)
+        choices["wire"] = str(wire)
     if options.local_steps > 1:
         outer = OuterOptimizer.parse(options.outer or "average")
-        given |= {"local_steps": options.local_steps, "outer": str(outer)}
-    return given
+        choices |= {"local_steps": options.local_steps, "outer": str(outer)}
+    return choices
 
 
 def _replicated_options(job: Job) -> tuple[str, ...]:
@@ -346,22 +346,22 @@ def placement_for(
 
     Args:
         together: workers that are placed on one node, and share its CPUs.
-        data_cpus: that Ray Data needs at least; the workers' threads are as many all the same.
+        data_cpus: least CPUs for Ray Data; they do not reduce the workers' threads.
         kind: Ray's name of the accelerators' model; empty for any.
-        threads: that each computes with; by default its share of the node's CPUs.
+        threads: of each worker; by default its share of the node's CPUs.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
-    on_a_node = max(together, -(-workers // nodes))
-    kept = _DEVICE_CPUS if cluster.accelerators else 0.01
-    reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - kept * on_a_node))
-    share = int(100 * (cpus - reserved) / on_a_node) / 100
+    per_node = max(together, -(-workers // nodes))
+    least_cpus = _DEVICE_CPUS if cluster.accelerators else 0.01
+    reserved = max(_RESERVED_CPUS if cpus >= 2 else cpus / 2, min(data_cpus / nodes, cpus - least_cpus * per_node))
+    share = int(100 * (cpus - reserved) / per_node) / 100
     return WorkerResources(
         cpus=max(0.01, share),
         server_cpus=min(WorkerResources.server_cpus, max(0.01, share)),
         accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
         kind=kind,
-        threads=threads or max(1, int(cpus // on_a_node)),
+        threads=threads or max(1, int(cpus // per_node)),
         data_cpus=reserved * nodes,
     )
