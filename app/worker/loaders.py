@@ -54,7 +54,7 @@ class RankStreams:
     def evaluation(self, feeding: FeedAssignment) -> BatchLoader:
         """Return the stream of the evaluation set."""
         job, order = self.job, self.order
-        assert job.evaluate is not None, "asked for only where there is an evaluation set"
+        assert job.evaluate is not None, "the job has an evaluation set"
         return BatchLoader(
             job.evaluate,
             order.evaluate,
@@ -74,22 +74,22 @@ class RankFeeds:
 
     Args:
         feeding: data ranks of this rank.
-        alone: this rank steps alone, on units that a server leases to it.
+        independent: this rank steps independently, on units that a server leases to it.
 
     Attributes:
         training: stream of the training set.
-        units: reader of leased units; None unless this rank steps alone.
+        units: reader of leased units; None unless this rank steps independently.
     """
 
-    def __init__(self, streams: RankStreams, feeding: FeedAssignment, *, alone: bool) -> None:
+    def __init__(self, streams: RankStreams, feeding: FeedAssignment, *, independent: bool) -> None:
         self._streams = streams
         self.training = streams.training(feeding)
-        self.units = LeasedFeeds(self.training, partial(streams.training, feeding)) if alone else None
+        self.units = LeasedFeeds(self.training, partial(streams.training, feeding)) if independent else None
         self._evaluation = streams.evaluation(feeding) if streams.job.evaluate is not None else None
         self._feeds: Feeds | None = None
         self._copied: ReadAhead[Feed] | None = None
         self._lookahead: Lookahead | None = None
-        self._evaluated: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
+        self._evaluation_position: tuple[int, Feeds] | None = None  # next batch of the evaluation set, and its feeds
 
     def start(
         self, step: int, ahead: int, skipped: Container[int], prefetcher: Callable[[Feed], Feed] | None = None
@@ -102,10 +102,10 @@ class RankFeeds:
             feeds = self._copied = ReadAhead(copied, depth=1, name="trainwright-device")
         self._lookahead = Lookahead(feeds, ahead, skipped)
 
-    def next(self, until: int) -> Feed:
+    def next(self, end_step: int) -> Feed:
         """Return the next batch, and read ahead up to a step."""
         assert self._lookahead is not None, "restore comes before run"
-        return self._lookahead.next(until)
+        return self._lookahead.next(end_step)
 
     @property
     def prefetch(self) -> PrefetchDepth | None:
@@ -121,19 +121,19 @@ class RankFeeds:
         return self._evaluation.feeds(0)
 
     def evaluation_from(self, batch: int) -> Feeds:
-        """Return the batches of the evaluation set from one on; they are read ahead. `evaluated_until` must follow."""
+        """Return the batches of the evaluation set from `batch` on, read ahead. `evaluated_until` must follow."""
         assert self._evaluation is not None, "asked for only if there is an evaluation set"
-        if self._evaluated is None or self._evaluated[0] != batch:
+        if self._evaluation_position is None or self._evaluation_position[0] != batch:
             self._close_evaluation()
-            self._evaluated = batch, self._evaluation.feeds(batch)
-        _, feeds = self._evaluated
-        self._evaluated = -1, feeds  # unknown if the evaluation fails
+            self._evaluation_position = batch, self._evaluation.feeds(batch)
+        _, feeds = self._evaluation_position
+        self._evaluation_position = -1, feeds  # unknown if the evaluation fails
         return feeds
 
     def evaluated_until(self, batch: int) -> None:
-        """Note that the batches of `evaluation_from` were consumed up to one."""
-        assert self._evaluated is not None, "evaluation_from comes first"
-        self._evaluated = batch, self._evaluated[1]
+        """Note that the batches of `evaluation_from` before `batch` were consumed."""
+        assert self._evaluation_position is not None, "evaluation_from comes first"
+        self._evaluation_position = batch, self._evaluation_position[1]
 
     def close(self) -> None:
         """Stop reading ahead; `start` begins again."""
@@ -146,9 +146,9 @@ class RankFeeds:
         self._close_evaluation()
 
     def _close_evaluation(self) -> None:
-        if self._evaluated is not None:
-            self._evaluated[1].close()
-        self._evaluated = None
+        if self._evaluation_position is not None:
+            self._evaluation_position[1].close()
+        self._evaluation_position = None
 
 
 # --- Quarantine of skipped samples ------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Quarantine:
 
     def __init__(self, store: Store, run: str, data: str = "train") -> None:
         self._store, self._run, self._data = store, run, data
-        self._known: set[int] = set()
+        self._recorded_samples: set[int] = set()
         self.count = 0
 
     def __call__(self, skipped: SkippedSample) -> None:
@@ -178,23 +178,23 @@ class Quarantine:
 
     def add(self, skipped: Sequence[SkippedSample]) -> None:
         """Record samples in one file, without those that this process has recorded; raises StorageError."""
-        new = [entry for entry in skipped if entry.sample not in self._known]
+        new = [entry for entry in skipped if entry.sample not in self._recorded_samples]
         if not new:
             return
         columns = {name: [getattr(entry, name) for entry in new] for name in ("sample", "where", "error")}
         file = io.BytesIO()
         pq.write_table(pa.table({"data": [self._data] * len(new), **columns}), file)
-        self._store.put(f"{self._run}/{_FOLDER}/{self._name(columns['sample'])}.parquet", file.getvalue())
-        self._known.update(columns["sample"])
+        self._store.put(f"{self._run}/{_FOLDER}/{self._file_name(columns['sample'])}.parquet", file.getvalue())
+        self._recorded_samples.update(columns["sample"])
         self.count += len(new)
 
-    def _name(self, samples: list[int]) -> str:
-        first = f"{self._data}-{samples[0]:012d}"
-        return first if len(samples) == 1 else f"{first}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}"
+    def _file_name(self, samples: list[int]) -> str:
+        name = f"{self._data}-{samples[0]:012d}"
+        return name if len(samples) == 1 else f"{name}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}"
 
 
 def skipping_reader(job: Job, record: Callable[[SkippedSample], None]) -> SkippingReader | None:
-    """Return what skips the bad samples of one data set; None where the job's `on_error` is "raise"."""
+    """Return a reader that skips the bad samples of one data set; None if the job's `on_error` is "raise"."""
     return SkippingReader(job.recovery.skip_limit, record) if job.data.on_error == "skip" else None
 
 
@@ -206,34 +206,34 @@ class StepSkipper:
 
     Attributes:
         overflowed: number of steps whose gradient was too large.
-        found: (step, first data rank) of the steps whose loss was not finite.
-        told: steps (from 0) that the driver has skipped, because they end the workers, and why.
+        nonfinite_steps: (step, first data rank) of the steps whose loss was not finite.
+        skipped_steps: steps (from 0) that the driver has skipped, because they end the workers, and why.
     """
 
     def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
         self._blank: Feed | None = None  # of weight 0, from a step that is not skipped
         self.overflowed = 0
-        self.found: set[tuple[int, int]] = set()  # step, first data rank
-        self.told: Mapping[int, str] = {}
+        self.nonfinite_steps: set[tuple[int, int]] = set()
+        self.skipped_steps: Mapping[int, str] = {}
 
-    def begin(self, told: Mapping[int, str], stream: BatchLoader, step: int) -> Feed:
+    def begin(self, skipped_steps: Mapping[int, str], stream: BatchLoader, step: int) -> Feed:
         """Start at `step`; return a feed of weight 0 without samples of skipped steps.
 
-        The worker of the first data rank records the batches of skipped steps now: a worker that dies in such a step,
-        or in the one after, cannot record them.
+        The worker of the first data rank records the batches of skipped steps at once: a worker that dies in a skipped
+        step, or in the next one, cannot record them.
         """
-        blank = stream.warm_feed(step, told)
-        self.told, self._blank = told, blank if told else None
-        for number, why in told.items() if 0 in stream.feeding.data_ranks else ():
+        blank = stream.warm_feed(step, skipped_steps)
+        self.skipped_steps, self._blank = skipped_steps, blank if skipped_steps else None
+        for number, why in skipped_steps.items() if 0 in stream.feeding.data_ranks else ():
             if number >= step:
                 self._record(number, stream.schedule.samples(number).tolist(), why)
         return blank
 
     def step(self, engine: Engine, job: Job, feed: Feed) -> StepReport:
         """Take a step; if the job says so, repeat it with weight 0 if its loss is not finite."""
-        if feed.step in self.told:
-            return self._pass_by(engine, feed)
+        if feed.step in self.skipped_steps:
+            return self._skip_step(engine, feed)
         try:
             report = engine.train_step(feed)
             self.overflowed += report.overflowed
@@ -241,8 +241,8 @@ class StepSkipper:
         except NonFiniteLoss as error:
             if job.recovery.on_nonfinite == "raise":
                 raise
-            self.found.add((feed.step, feed.data_ranks.start))
-            if len(self.found) + len(self.told) > job.recovery.skip_limit:
+            self.nonfinite_steps.add((feed.step, feed.data_ranks.start))
+            if len(self.nonfinite_steps) + len(self.skipped_steps) > job.recovery.skip_limit:
                 error.what = (
                     f"{error.what}, and {job.recovery.skip_limit} steps were skipped before, which is the limit"
                 )
@@ -250,8 +250,8 @@ class StepSkipper:
             self._record(feed.step, error.samples, error.what)
         return replace(engine.train_step(zero_weight(feed)), loss=math.nan)
 
-    def _pass_by(self, engine: Engine, feed: Feed) -> StepReport:
-        """Take a step with weight 0 and without its batch, which keeps its place in the sample order."""
+    def _skip_step(self, engine: Engine, feed: Feed) -> StepReport:
+        """Take a step with weight 0 and without its batch; the sample order stays the same."""
         assert self._blank is not None, "restore comes before run"
         blank = replace(self._blank, step=feed.step, stop_requested=feed.stop_requested, data_ranks=feed.data_ranks)
         return replace(engine.train_step(blank), loss=math.nan)
