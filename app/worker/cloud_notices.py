@@ -44,7 +44,7 @@ _AZURE_ENDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNotice:
-    """Something that is announced for a node."""
+    """A cloud's notice for a node."""
 
     key: str  # each is reported once for a node
     text: str  # such as "AWS spot interruption (terminate)"
@@ -59,11 +59,11 @@ class MetadataService(Protocol):
     hint: str
 
     async def notices(self) -> list[NodeNotice]:
-        """Return what is announced now. Raises any error of the network, or of an answer of another kind."""
+        """Return the current notices. Raises any error of the network or of an invalid answer."""
 
 
 def await_cloud_notice(
-    told: Collection[str],
+    known_keys: Collection[str],
     stopped: Callable[[float], bool],
     *,
     service: MetadataService | None = None,
@@ -72,24 +72,24 @@ def await_cloud_notice(
     """Wait for a notice for this machine.
 
     Args:
-        told: keys of the notices that are known.
-        stopped: waits that many seconds; returns whether nobody needs the answer any more.
-        service: that is asked; by default that of this machine's cloud.
+        known_keys: keys of earlier notices.
+        stopped: waits for the given seconds; returns whether nobody needs the answer any more.
+        service: metadata service; by default that of this machine's cloud.
         clock: monotonic clock, in seconds.
 
     Returns:
-        The first notice that is not known, once also that the service does not answer; None without a cloud.
+        The first new notice, which may be that the service does not answer; None without a cloud.
     """
     service = service or metadata_service()
     answered_s = clock()
     while service is not None:
         try:
-            found = asyncio.run(service.notices())
+            notices = asyncio.run(service.notices())
             answered_s = clock()
-        except Exception as error:  # whatever comes from the service, training continues; it is reported below
-            found = [_trouble(service, error)] if clock() - answered_s >= PATIENCE_S else []
-        for notice in found:
-            if notice.key not in told:
+        except Exception as error:  # training continues whatever the service answers; the error is reported below
+            notices = [_trouble(service, error)] if clock() - answered_s >= PATIENCE_S else []
+        for notice in notices:
+            if notice.key not in known_keys:
                 return notice
         if stopped(POLL_S):
             break
@@ -246,7 +246,7 @@ class _Azure:
         self._http, self._clock, self._machine = http, clock, ""
 
     async def notices(self) -> list[NodeNotice]:
-        """Return scheduled events of this machine; those of others of its scale set are listed beside them."""
+        """Return scheduled events of this machine; the service also lists those of its scale set's other machines."""
         if not self._machine:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._machine = (await self._http.text(path, self._HEADER)).strip()
@@ -259,6 +259,6 @@ class _Azure:
         if kind not in _AZURE_ENDS:
             paused = "pauses the machine for some seconds" if kind == "Freeze" else f"announces {kind!r}"
             return NodeNotice(key=key, text=f"Azure {paused} (scheduled event)")
-        by = event["NotBefore"]  # empty once it has begun
-        left_s = max(0.0, parsedate_to_datetime(by).timestamp() - self._clock()) if by else 0.0
+        not_before = event["NotBefore"]  # empty once it has begun
+        left_s = max(0.0, parsedate_to_datetime(not_before).timestamp() - self._clock()) if not_before else 0.0
         return NodeNotice(key=key, text=_AZURE_ENDS[kind], left_s=left_s) if left_s <= _AZURE_SOON_S else None
