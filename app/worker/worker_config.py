@@ -46,17 +46,17 @@ def pickle_job(job: Job) -> bytes:
 
 
 def unpickle_job(data: bytes) -> Job:
-    """The job again, in a worker, which takes the settings first."""
+    """Return the job in a worker, after restoring the settings of the frameworks."""
     _, job = loads(data)
     assert isinstance(job, Job)
     return job
 
 
 class _ModuleSources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
-    """Sources of modules, by name: a process that unpickles them imports these modules from there, and not from disk.
+    """Sources of modules, by name: a process that unpickles them imports these modules from here, not from disk.
 
     Args:
-        origin: the process that read the sources; it goes on importing from disk.
+        origin: the process that read the sources; it still imports them from disk.
         sources: file and source of each module.
     """
 
@@ -69,7 +69,7 @@ class _ModuleSources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module whose source came along."""
+        """Return the spec of a module whose source was pickled."""
         if fullname not in self._sources:
             return None
         file = self._sources[fullname][0]
@@ -77,19 +77,19 @@ class _ModuleSources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader
         return importlib.util.spec_from_file_location(fullname, file, loader=self, submodule_search_locations=inside)
 
     def get_filename(self, fullname: str) -> str:
-        """Where the source was, which need not be a file of this machine."""
+        """Return the original path of the source, which need not exist on this machine."""
         return self._sources[fullname][0]
 
     def get_source(self, fullname: str) -> str:
-        """The source that came along."""
+        """Return the pickled source."""
         return importlib.util.decode_source(self._sources[fullname][1])
 
 
 def _install_sources(origin: str, sources: Mapping[str, tuple[str, bytes]]) -> _ModuleSources:
-    made = _ModuleSources(origin, sources)
+    finder = _ModuleSources(origin, sources)
     if sources and origin != _origin():
-        sys.meta_path.insert(0, made)
-    return made
+        sys.meta_path.insert(0, finder)
+    return finder
 
 
 def _origin() -> str:
@@ -119,15 +119,15 @@ class WorkerConfig:
     train: Index  # index of the training set, made once by the driver
     evaluate: Index | None = None  # index of the evaluation set
     outputs: tuple[str, ...] = ()  # names of the model's outputs that `predict` gives; empty gives all
-    identity: str = ""  # of job, data and plan: a driver takes over processes of its own alone
-    preemption_s: float = 25.0  # that a process lives on after a preemption notice
+    identity: str = ""  # of job, data and plan: a driver takes over only processes of the same identity
+    preemption_s: float = 25.0  # life of a process after a preemption notice
     profile: range = range(0)  # steps (from 1) that are traced
     # delivers heavy transforms through Ray Data; None when the workers read for themselves
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
-    # by data set, `train` or `evaluate`: what delivers the rows of its source, where Ray Data executes that
+    # by data set, `train` or `evaluate`: delivers the rows of a source that Ray Data executes
     rows: Mapping[str, RowAccess] = field(default_factory=dict)
-    row: Batch | None = None  # one of the training set, where a worker should not open what computes it
+    row: Batch | None = None  # a row of the training set, where a worker should not open the data set for it
     weights: WeightSource | None = None  # opened files of `initial_weights`; None where a checkpoint brings all weights
 
     total_steps: int | None = None  # of the run; None for those of the training set
