@@ -40,12 +40,12 @@ _FLUSHED = (
 @contextlib.contextmanager
 def collecting_rarely() -> Iterator[None]:
     """Let the garbage collector run rarely: with 10,000 workers it would take half of a recovery's time."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(_COLLECT_AFTER, before[0]) if before[0] else 0, *before[1:])
+    thresholds = gc.get_threshold()
+    gc.set_threshold(max(_COLLECT_AFTER, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
 
 
 class RunController:
@@ -130,7 +130,7 @@ class RunController:
                 if isinstance(effect, m.EmitEvent) and isinstance(effect.event, _FLUSHED):
                     self._event_log.flush_soon()
             if isinstance(event, m.CheckpointCommitted):
-                self._event_log.flush_soon(committed=True)  # what was told of the checkpoint included
+                self._event_log.flush_soon(committed=True)  # including events about the checkpoint
             for text in self._feeding.news():
                 self._event_log.write(events.Noted(text=text))
             event = self._executor.next()
@@ -194,7 +194,7 @@ class EffectExecutor:
         return self._queue.next()
 
     def carry_out(self, effect: m.Effect) -> None:
-        """Start one effect; never blocks for long. The caller handles FinishRun."""
+        """Start one effect; never block for long. The caller handles FinishRun."""
         match effect:
             case m.AcquireLease():
                 self._submit(self._acquire)
@@ -253,14 +253,14 @@ class EffectExecutor:
             if effect.verb == "keep" or _copies_state(effect):
                 self._workers.guard(effect.worker)
             aside = {"upload": actor.upload, "keep": actor.keep, "trace": actor.upload}
-            own, common = self._arguments.of(effect.argument)
-            ref = aside.get(effect.verb, actor.call).remote(effect.verb, own, self._lease.token, common)
-        answer = self._queue.then(ref, lambda done: self._answered(effect, done))
+            own_part, common = self._arguments.of(effect.argument)
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, own_part, self._lease.token, common)
+        answer = self._queue.then(ref, lambda done: self._on_answer(effect, done))
         if effect.verb == "upload":
             node = self._workers.node(effect.worker)
             self._report_overdue(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
 
-    def _answered(self, call: m.CallWorker, done: Future[Any]) -> None:
+    def _on_answer(self, call: m.CallWorker, done: Future[Any]) -> None:
         if done.exception() is not None:
             self._workers.died(call.worker, done.exception())
             return
@@ -276,34 +276,34 @@ class EffectExecutor:
     def _acquire(self) -> Callable[[], None]:
         """Take the lease, then the survivors of the previous driver; return a call that puts the event.
 
-        Without a previous driver, survivors belong to a run that was deleted.
+        Without a previous driver, survivors belong to a deleted run.
         """
         token = self._run_store.acquire()
         fresh = self._fresh or token == 1
-        found = take_over(
+        survivors = take_over(
             self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._run_store.assure
         )
-        self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
+        self._queue.put(lambda: self._take_over(token, survivors))  # heartbeats keep them alive meanwhile
         chain = self._run_store.chain()
-        past = self._run_store.past()
-        living = tuple(answer.living for _, answer in found.workers)
+        history = self._run_store.past()
+        living = tuple(answer.living for _, answer in survivors.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
         event = m.LeaseAcquired(
-            token=token, head=head, older=older, told=past.told, living=living, kept=found.kept,
-            evaluations=past.ordered_evaluations, spent_s=past.time.wall_s,
+            token=token, head=head, older=older, told=history.told, living=living, kept=survivors.kept,
+            evaluations=history.ordered_evaluations, spent_s=history.time.wall_s,
         )  # fmt: skip
-        return lambda: self._acquired(event)
+        return lambda: self._put_lease(event)
 
-    def _acquired(self, event: m.LeaseAcquired) -> None:
-        """Put the event, with the survivors that live by now."""
+    def _put_lease(self, event: m.LeaseAcquired) -> None:
+        """Put the event, with the survivors that are still alive."""
         self._output.reported = event.told if event.living else 0
-        living = tuple(one for one in event.living if self._workers.actor(one.worker) is not None)
+        living = tuple(survivor for survivor in event.living if self._workers.actor(survivor.worker) is not None)
         self._queue.put(replace(event, living=living))
-        self._workers.watch_survivors()  # what comes before the driver knows them would be dropped
+        self._workers.watch_survivors()  # the driver would drop notices for workers that it does not know yet
 
-    def _welcome(self, token: int, found: TakenOverActors) -> None:
+    def _take_over(self, token: int, survivors: TakenOverActors) -> None:
         self._lease.token = token
-        self._workers.take_over(found)
+        self._workers.take_over(survivors)
 
     # --- the run log --------------------------------------------------------------------------------------
 
@@ -319,8 +319,8 @@ class EffectExecutor:
                 else:
                     self._queue.put(m.LeaseLost(error=error))
             except Exception as error:  # it would vanish in the thread, and the driver would wait forever
-                told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
-                self._queue.put(m.LeaseLost(error=told))
+                fault = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
+                self._queue.put(m.LeaseLost(error=fault))
 
         return self._log_thread.submit(run)
 
@@ -336,18 +336,18 @@ class EffectExecutor:
         self._run_store.release(effect)
         return m.LeaseReleased()
 
-    def _report_overdue(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:
-        """Tell the user of a write that hangs, ever less often: a network folder may never answer nor fail."""
+    def _report_overdue(self, activity: str, answer: Future[Any], waited_s: float = 0.0) -> None:
+        """Report a write that hangs to the user, ever less often: a network folder may neither answer nor fail."""
         after_s = max(OVERDUE_S, waited_s)
 
         def look() -> None:
             if answer.done():
                 return
             self._note(
-                f"{what} for {formatting.duration(waited_s + after_s)} by now: the store at {self._uri} "
+                f"{activity} for {formatting.duration(waited_s + after_s)} by now: the store at {self._uri} "
                 "does not answer. Training goes on; no newer checkpoint is written before it does"
             )
-            self._report_overdue(what, answer, waited_s + after_s)
+            self._report_overdue(activity, answer, waited_s + after_s)
 
         self._queue.later(after_s, look)
 
@@ -357,7 +357,7 @@ class EffectExecutor:
 
 _POLL_S = 0.2
 _WATCH_S = 5.0
-_VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
+_VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers are delivered after their prints
 
 
 def _copies_state(call: m.CallWorker) -> bool:
@@ -366,10 +366,10 @@ def _copies_state(call: m.CallWorker) -> bool:
 
 
 class WorkerOutput:
-    """Completed steps of one worker, and what another one printed and logged.
+    """Completed steps of one worker, and prints and logs of the same or another worker.
 
     Args:
-        together: whether all ranks step together, so that each knows every step.
+        together: whether all ranks step together, so that each rank knows every step.
 
     Attributes:
         reported: newest step that was reported.
@@ -389,8 +389,8 @@ class WorkerOutput:
         self.reported = 0
         self._watched: tuple[int, Generation] | None = None
         self._speaker: tuple[int, int] | None = None  # the worker whose output is shown, and its rank
-        self._polls: dict[int, list[Callable[[], None]]] = {}  # by worker that is asked: what waits for its answer
-        self._flushes = 0  # requests to flush prints that were sent so far
+        self._polls: dict[int, list[Callable[[], None]]] = {}  # by polled worker: flushes that wait for its answer
+        self._flushes = 0  # number of requests to flush prints
 
     def restart_at(self, step: int) -> None:
         """Report the steps after this one again, and choose again which worker to poll."""
@@ -409,7 +409,7 @@ class WorkerOutput:
         raised = event if isinstance(event, m.CallRaised) and self._together else None
         knows = raised is not None and not 0 <= raised.failure.step <= self.reported
         watched = call.verb == "run" and (knows or self._watched == (call.worker, call.generation))
-        if watched or _copies_state(call):  # its process ends then, with the steps that it alone knows
+        if watched or _copies_state(call):  # the process ends then, and only it knows its last steps
             self._flush_steps(event)
         else:
             self._queue.put(event)
@@ -417,33 +417,33 @@ class WorkerOutput:
     def listen_to(self, call: m.CallWorker) -> None:
         """Print the output of the first rank that runs the job's functions, from the rendezvous on."""
         group = call.argument
-        first = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
-        known = self._speaker is not None and self._speaker[0] == call.worker
-        if group.rank == first and not known:
-            self._speaker = (call.worker, first)
-            self._ask_prints(self._speaker)
-        elif group.rank != first and known:
+        first_rank = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
+        listening = self._speaker is not None and self._speaker[0] == call.worker
+        if group.rank == first_rank and not listening:
+            self._speaker = (call.worker, first_rank)
+            self._poll_prints(self._speaker)
+        elif group.rank != first_rank and listening:
             self._speaker = None
 
-    def _ask_prints(self, speaker: tuple[int, int]) -> None:
+    def _poll_prints(self, speaker: tuple[int, int]) -> None:
         actor = self._workers.actor(speaker[0])
         if actor is not None and self._speaker == speaker:
             poll = actor.printed.remote(_WATCH_S, self._flushes, self._lease.token)
             self._polls.setdefault(speaker[0], [])
-            self._queue.then(poll, lambda done: self._spoke(speaker, done))
+            self._queue.then(poll, lambda done: self._on_prints(speaker, done))
 
-    def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
+    def _on_prints(self, speaker: tuple[int, int], done: Future[Any]) -> None:
         """Show the output and poll again; the answer to `live` reports the end of the worker."""
         if done.exception() is None:
             output = done.result()
             self._emit_output(speaker[1], output)
             awaited = any(isinstance(item, events.MediaLogged) for item in output)  # a callback waits for the next call
-            self._queue.later(0.0 if awaited else _POLL_S, lambda: self._ask_prints(speaker))
+            self._queue.later(0.0 if awaited else _POLL_S, lambda: self._poll_prints(speaker))
         for flushed in self._polls.pop(speaker[0], ()):
             flushed()
 
     def _flush_prints(self, then: Callable[[], None]) -> None:
-        """Show the last output of the rank that is listened to, then call `then`."""
+        """Show the last output of the current speaker, then call `then`."""
         assert self._speaker is not None, "no worker's output is shown"
         worker, rank = self._speaker
         actor = self._workers.actor(worker)
@@ -453,8 +453,8 @@ class WorkerOutput:
                 self._emit_output(rank, done.result())
             then()
 
-        def told(done: Future[Any]) -> None:
-            if worker in self._polls:  # what it brings is older; the flush has ended its waiting
+        def on_flush(done: Future[Any]) -> None:
+            if worker in self._polls:  # the pending poll has older output; the flush has ended its wait
                 self._polls[worker].append(lambda: show(done))
             else:
                 show(done)
@@ -463,7 +463,7 @@ class WorkerOutput:
             then()
         else:
             self._flushes += 1
-            self._queue.then(actor.printed.remote(0.0, self._flushes, self._lease.token), told)
+            self._queue.then(actor.printed.remote(0.0, self._flushes, self._lease.token), on_flush)
 
     def _emit_output(self, rank: int, output: list[str | events.MediaLogged]) -> None:
         for item in output:
@@ -478,26 +478,26 @@ class WorkerOutput:
         older = watched is not None and watched[0] > call.worker and self._together
         if watched is None or watched[1] != call.generation or older:
             self._watched = (call.worker, call.generation)
-            self._ask(self._watched)
+            self._poll_steps(self._watched)
 
-    def _ask(self, watched: tuple[int, Generation]) -> None:
+    def _poll_steps(self, watched: tuple[int, Generation]) -> None:
         actor = self._workers.actor(watched[0])
         if actor is not None and self._watched == watched:
             news = actor.watch.remote(self.reported, _WATCH_S, self._lease.token)
-            self._queue.then(news, lambda done: self._heard(watched, done))
+            self._queue.then(news, lambda done: self._on_steps(watched, done))
 
-    def _heard(self, watched: tuple[int, Generation], done: Future[Any]) -> None:
+    def _on_steps(self, watched: tuple[int, Generation], done: Future[Any]) -> None:
         """Report the steps and poll again."""
         if done.exception() is not None:
             self._workers.died(watched[0], done.exception())
         elif self._watched == watched:
             self._report(watched[1], done.result())
-            self._queue.later(_POLL_S, lambda: self._ask(watched))
+            self._queue.later(_POLL_S, lambda: self._poll_steps(watched))
 
     def _flush_steps(self, event: m.CallReturned | m.CallRaised) -> None:
         """Report the last steps of a segment, then put the event that ends it."""
 
-        def told(done: Future[Any]) -> None:
+        def on_steps(done: Future[Any]) -> None:
             if done.exception() is not None:
                 self._workers.died(event.worker, done.exception())
             else:
@@ -506,7 +506,7 @@ class WorkerOutput:
 
         actor = self._workers.actor(event.worker)
         if actor is not None:
-            self._queue.then(actor.watch.remote(self.reported, 0.0, self._lease.token), told)
+            self._queue.then(actor.watch.remote(self.reported, 0.0, self._lease.token), on_steps)
 
     def _report(self, generation: Generation, news: events.Steps) -> None:
         fresh = news.after(self.reported)

@@ -56,7 +56,7 @@ from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
 _FETCH_S = 120.0
-_STARTED_S = 5.0  # for an actor of another node to be known
+_STARTED_S = 5.0  # time for Ray to register an actor of another node
 
 _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
     ((UserCodeError, NonFiniteLoss, JobError), "user"),
@@ -83,13 +83,13 @@ class WorkerCalls:
     """Carries out the driver's calls of one worker. Methods return a value or a `CallFailure`; they raise no errors.
 
     Args:
-        prints: what the job prints and logs, which the driver polls.
+        prints: prints and logs of the job, which the driver polls.
     """
 
     def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int, prints: PrintCapture) -> None:
         self._place, self._token, self._prints = place, token, prints
-        self._rank = -1  # that it was given last
-        self._turn = threading.Condition()  # guards the token, and tells of a preemption notice
+        self._rank = -1  # of the last rendezvous
+        self._changed = threading.Condition()  # guards the token; notified of a preemption notice
         self._where = f"worker {place.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
@@ -122,29 +122,29 @@ class WorkerCalls:
             accelerators=_accelerators(self._place), home=ray.get_runtime_context().get_node_id(),
         )  # fmt: skip
 
-    def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
+    def call(self, verb: str, own_part: Any, token: int, common: bytes = b"") -> Any:
         """Run a verb on the thread of steps. Its argument comes in two parts (see `ArgumentPickler`)."""
-        argument = join_argument(own, common)
+        argument = join_argument(own_part, common)
         if verb == "form":
             lent = argument.accelerators or self._place.lent  # a standby has none of its own
             self._rank, self._place = argument.rank, replace(self._place, slot=argument.slot, lent=lent)
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")
-    def upload(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
+    def upload(self, verb: str, own_part: Any, token: int, common: bytes = b"") -> Any:
         """Run a verb on the upload thread."""
-        return self._answer(verb, join_argument(own, common), token)
+        return self._answer(verb, join_argument(own_part, common), token)
 
     @ray.method(concurrency_group="keep")
-    def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
+    def keep(self, verb: str, own_part: Any, token: int, common: bytes = b"") -> Any:
         """Run a verb on the thread that writes copies into memory."""
-        return self._answer(verb, join_argument(own, common), token)
+        return self._answer(verb, join_argument(own_part, common), token)
 
     @ray.method(concurrency_group="watch")
-    def watch(self, after: int, timeout_s: float, token: int) -> Steps | CallFailure:
-        """Return the steps completed after one; wait a while for the first of them."""
+    def watch(self, step: int, timeout_s: float, token: int) -> Steps | CallFailure:
+        """Return the steps completed after `step`; wait up to `timeout_s` for the first one."""
         assert self._worker is not None, "hello comes first"
-        return self._refusal(token) or self._worker.watch(after, timeout_s)
+        return self._refusal(token) or self._worker.watch(step, timeout_s)
 
     @ray.method(concurrency_group="watch")
     def stop(self, token: int) -> CallFailure | None:
@@ -164,10 +164,10 @@ class WorkerCalls:
 
     @ray.method(concurrency_group="life")
     def printed(self, timeout_s: float, flushes: int, token: int) -> list[str | MediaLogged] | CallFailure:
-        """Return what the job printed and logged since the last call; wait a while for the first of it.
+        """Return prints and logs of the job since the last call; wait up to `timeout_s` for the first one.
 
         Args:
-            flushes: calls that did not wait, of those that this driver has made so far.
+            flushes: number of this driver's calls so far that did not wait.
         """
         return self._refusal(token) or self._prints.take(timeout_s, (token, flushes))
 
@@ -193,18 +193,18 @@ class WorkerCalls:
         if verb == "run":
             failure = replace(failure, step=self._worker.newest)
         if verb not in ("upload", "keep", "trace"):
-            self._let_go(self._worker, failure)
+            self._leave_group(self._worker, failure)
         return failure
 
     def _refusal(self, token: int) -> CallFailure | None:
         """Return the answer to a driver that another one has replaced; None for the current driver."""
-        return _fenced(self._where) if token < self._token else None
+        return _fenced_failure(self._where) if token < self._token else None
 
-    def _let_go(self, worker: Worker, failure: CallFailure) -> None:
+    def _leave_group(self, worker: Worker, failure: CallFailure) -> None:
         """Leave the group, so that the other ranks notice at once instead of at their deadline."""
         try:
             worker.leave()
-        except Exception:  # told below the failure that came first
+        except Exception:  # reported below the first failure
             failure.error.detail += f"\nwhile leaving the group:\n{traceback.format_exc()}"
 
 
@@ -214,36 +214,36 @@ class WorkerProcess(WorkerCalls):
     def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int) -> None:
         super().__init__(order, place, token, PrintCapture.installed())
         self._watchdog = DriverWatchdog(lent=place.lent is not None)
-        self._notices = _PreemptionNotices(order.preemption_s, self._turn)  # here, since this is the main thread
+        self._notices = _PreemptionNotices(order.preemption_s, self._changed)  # here, since this is the main thread
 
     @ray.method(concurrency_group="life")
     def notice(self, token: int) -> float | CallFailure:
         """Wait for a preemption notice; return the seconds until the process ends. Another driver ends the wait too."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._notices.left_s is not None or self._token != token)
+        with self._changed:
+            self._changed.wait_for(lambda: self._notices.left_s is not None or self._token != token)
         return self._refusal(token) or self._notices.left_s or 0.0
 
     @ray.method(concurrency_group="life")
-    def node_notice(self, told: frozenset[str], token: int) -> NodeNotice | CallFailure | None:
+    def node_notice(self, known_keys: frozenset[str], token: int) -> NodeNotice | CallFailure | None:
         """Wait for a notice of the cloud for this node; None if the node is no machine of a cloud.
 
         Args:
-            told: keys of the notices that the driver knows.
+            known_keys: keys of the notices that the driver knows.
         """
 
         def replaced(after_s: float) -> bool:
-            with self._turn:
-                return self._turn.wait_for(lambda: self._token != token, after_s)
+            with self._changed:
+                return self._changed.wait_for(lambda: self._token != token, after_s)
 
-        found = await_cloud_notice(told, replaced)
-        return self._refusal(token) or found
+        notice = await_cloud_notice(known_keys, replaced)
+        return self._refusal(token) or notice
 
     @ray.method(concurrency_group="life")
     def live(self, token: int) -> CallFailure:
         """Return when another driver takes over. The call fails when the process ends, which reports that at once."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._token != token)
-        return self._refusal(token) or _fenced(self._where)
+        with self._changed:
+            self._changed.wait_for(lambda: self._token != token)
+        return self._refusal(token) or _fenced_failure(self._where)
 
     @ray.method(concurrency_group="watch")
     def keep_alive(self) -> None:
@@ -267,16 +267,16 @@ class WorkerProcess(WorkerCalls):
     def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure | None:
         """Belong to another driver of the same job, and leave the group of the previous one.
 
-        None: it belongs to another job, or is not up.
+        None: this process belongs to another job, or is not up.
         """
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
         if self._worker is None or self._broken is not None or order.identity != self._order.identity:
             return None
-        with self._turn:
+        with self._changed:
             self._token = token
-            self._turn.notify_all()
+            self._changed.notify_all()
         self._order = order
         self._worker.renew(order, token)
         place, (plan, step) = self._place, self._worker.held
@@ -332,14 +332,14 @@ class MemoryStoreProcess:
             self._watchdog.end()
         return refusal
 
-    def seal(self, kept: bytes, token: int) -> CallFailure | None:
+    def seal(self, checkpoint: bytes, token: int) -> CallFailure | None:
         """Remember the complete copy, as `ArgumentPickler` sends it, for the next driver; None forgets the last one.
 
         Copies before the last one are removed: where a survivor has made one, no later copy may come.
         """
         refusal = self._refusal(token)
         if refusal is None:
-            former, self._complete = self._complete, join_argument(None, kept)
+            former, self._complete = self._complete, join_argument(None, checkpoint)
             if former is not None and self._complete is not None:
                 self._copies.remove_before(former.version)
         return refusal
@@ -376,7 +376,7 @@ class MemoryStoreProcess:
         return refusal
 
     def _refusal(self, token: int) -> CallFailure | None:
-        return _fenced(f"keeper on {socket.gethostname()}, pid {os.getpid()}") if token < self._token else None
+        return _fenced_failure(f"keeper on {socket.gethostname()}, pid {os.getpid()}") if token < self._token else None
 
 
 MEMORY_STORE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(MemoryStoreProcess)
@@ -399,12 +399,12 @@ class _ClusterMemory(PeerMemory):
 
     def _ask(self, node: str, method: str, *arguments: Any) -> Any:
         try:
-            found: Any = ray.get(getattr(self._store_of(node), method).remote(*arguments), timeout=_FETCH_S)
+            answer: Any = ray.get(getattr(self._store_of(node), method).remote(*arguments), timeout=_FETCH_S)
         except (ValueError, RayError) as error:
             raise StorageError(f"the memory of {node} cannot be reached: {error}") from error
-        if isinstance(found, CallFailure):
-            raise found.error
-        return found
+        if isinstance(answer, CallFailure):
+            raise answer.error
+        return answer
 
     def _store_of(self, node: str) -> Any:
         """Return the store's actor, which the driver may be about to start. Raises ValueError."""
@@ -418,7 +418,7 @@ class _ClusterMemory(PeerMemory):
                 time.sleep(0.1)
 
 
-def _fenced(where: str) -> CallFailure:
+def _fenced_failure(where: str) -> CallFailure:
     error = FencedError(
         "another driver has taken over the run's processes",
         where=where,
@@ -437,12 +437,12 @@ def _accelerators(place: WorkerSlot) -> tuple[str, ...]:
 
 def _failure(error: Exception, where: str) -> CallFailure:
     """Return the answer for an error, without the secrets of this process."""
-    failure = _classified(error, where)
+    failure = _classify_error(error, where)
     failure.error.hide(redact)
     return failure
 
 
-def _classified(error: Exception, where: str) -> CallFailure:
+def _classify_error(error: Exception, where: str) -> CallFailure:
     if isinstance(error, NonFiniteLoss) and error.elsewhere:
         return CallFailure(kind="peer", error=error)
     for kinds, kind in _KINDS:
@@ -450,20 +450,20 @@ def _classified(error: Exception, where: str) -> CallFailure:
             assert isinstance(error, TrainwrightError)
             error.where = f"{error.where}; {where}" if error.where else where
             return CallFailure(kind=kind, error=error)
-    told = TrainwrightError(
+    unknown = TrainwrightError(
         f"{type(error).__name__}: {error}", where=where, detail="".join(traceback.format_exception(error))
     )
-    return CallFailure(kind="internal", error=told)
+    return CallFailure(kind="internal", error=unknown)
 
 
 # --- Arguments of the calls to workers --------------------------------------------------------------------------------
 
 
-INLINE_BYTES = 4096  # up to here it is quicker to send the bytes along than to have them fetched from the object store
+INLINE_BYTES = 4096  # up to here, sending the bytes is quicker than fetching them from the object store
 
 
 class ArgumentPickler:
-    """Pickles what the driver sends to workers. For one thread."""
+    """Pickles the driver's arguments for workers. For one thread."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, Any] = (None, pickle.dumps(None))
@@ -486,16 +486,16 @@ class ArgumentPickler:
         return self._last[1]
 
 
-def join_argument(own: Any, common: bytes) -> Any:
+def join_argument(own_part: Any, common: bytes) -> Any:
     """Join the parts of an argument in the worker, where Ray has resolved the reference.
 
     Args:
         common: empty if the whole argument is the worker's own.
     """
     if not common:
-        return own
+        return own_part
     value = cloudpickle.loads(common)
-    return value if own is None else replace(own, peers=value)
+    return value if own_part is None else replace(own_part, peers=value)
 
 
 # --- SIGTERM as a preemption notice -----------------------------------------------------------------------------------
@@ -516,16 +516,16 @@ class _PreemptionNotices:
     def __init__(self, preemption_s: float, news: threading.Condition) -> None:
         self._preemption_s, self._news = preemption_s, news
         self._ends_s: float | None = None
-        self._ear, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        self._mouth = mouth  # kept open
-        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup_reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._wakeup_writer = writer  # kept open
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         os.register_at_fork(after_in_child=_restore_sigterm)
         threading.Thread(target=self._listen, name="notices", daemon=True).start()
 
     def _listen(self) -> None:
-        while signal.SIGTERM not in self._ear.recv(64):
+        while signal.SIGTERM not in self._wakeup_reader.recv(64):
             pass
         self._ends_s = time.monotonic() + self._preemption_s
         with self._news:
@@ -574,8 +574,8 @@ class PrintCapture:
         self._open = ""  # the unfinished line
         self._left_out = self._media_bytes = 0
         self._flushed = (0, 0)  # the last call that did not wait: the driver's token, and the number of such calls
-        self._added = self._given = self._received = 0  # images and texts: so far, in answers, in the driver
-        self._away = False  # whether the driver let one wait
+        self._added = self._sent = self._received = 0  # images and texts: in all, in answers, in the driver
+        self._driver_away = False  # whether an image or a text waited too long
         self._allowed, self._allowed_s = float(BURST_LINES), clock()
 
     @classmethod
@@ -583,11 +583,11 @@ class PrintCapture:
         """Make a capture the standard output of this process, and return it."""
         if not isinstance(sys.stdout, cls):
             sys.stdout = cls(sys.stdout)
-        found: PrintCapture = sys.stdout
-        return found
+        capture: PrintCapture = sys.stdout
+        return capture
 
     def write(self, text: str) -> int:
-        """Pass text on, and keep its lines; of a line that is overwritten (`\\r`), the final text."""
+        """Pass text on, and keep its lines; keep the final text of a line that is overwritten (`\\r`)."""
         written: int = self._behind.write(text)
         with self._news:
             *ended, self._open = (self._open + text).split("\n")
@@ -601,9 +601,9 @@ class PrintCapture:
     def _add(self, line: str) -> None:
         if line.startswith(_RAY_MARKERS):
             return
-        now = self._clock()
-        self._allowed = min(self._allowed + (now - self._allowed_s) * _LINES_PER_S, float(BURST_LINES))
-        self._allowed_s = now
+        now_s = self._clock()
+        self._allowed = min(self._allowed + (now_s - self._allowed_s) * _LINES_PER_S, float(BURST_LINES))
+        self._allowed_s = now_s
         if self._allowed < 1.0:
             self._left_out += 1
             return
@@ -627,22 +627,22 @@ class PrintCapture:
                 return
             self._media_bytes += len(media.image)
             self._lines.append(media)
-            self._added = own = self._added + 1
+            self._added = number = self._added + 1
             self._news.notify_all()
-            if not self._away:
-                self._away = not self._news.wait_for(lambda: self._received >= own, _RECEIPT_S)
+            if not self._driver_away:
+                self._driver_away = not self._news.wait_for(lambda: self._received >= number, _RECEIPT_S)
 
     def take(self, timeout_s: float, flush: tuple[int, int] = (0, 1)) -> list[str | MediaLogged]:
-        """Return what came since the last call; lines are printable and without secrets.
+        """Return lines, images and texts since the last call; lines are printable and without secrets.
 
         Args:
-            timeout_s: wait that long for the first of it, or until a later flush comes; 0 for a flush, which is the
+            timeout_s: wait that long for the first item, or until a later flush comes; 0 for a flush, which is the
                 last call of a verb.
-            flush: the driver's token, and its number of flushes so far. Calls arrive in any order: one that a flush
+            flush: the driver's token, and its number of flushes so far. Calls arrive in any order: a call that a flush
                 overtook does not wait, since the driver waits for its answer.
         """
         with self._news:
-            self._received, self._away = self._given, False  # whoever calls again has the last answer
+            self._received, self._driver_away = self._sent, False  # the driver calls again only with the last answer
             self._news.notify_all()
             if not timeout_s:
                 self._tell_left_out()
@@ -650,12 +650,12 @@ class PrintCapture:
             elif not self._news.wait_for(lambda: self._lines or self._flushed > flush, timeout_s):
                 return []
             if timeout_s and self._flushed > flush:
-                return []  # the other call has taken it
-            taken, self._lines, self._media_bytes = self._lines, deque(maxlen=MAX_LINES), 0
-            self._given = self._added
+                return []  # the flush has taken the items
+            items, self._lines, self._media_bytes = self._lines, deque(maxlen=MAX_LINES), 0
+            self._sent = self._added
         return [
             escape_control_characters(redact(item[:MAX_LINE_LENGTH])) if isinstance(item, str) else item
-            for item in taken
+            for item in items
         ]
 
     def __getattr__(self, name: str) -> Any:
