@@ -28,7 +28,7 @@ from trainwright.storage.run_store import RunStore
 
 NAMESPACE = "trainwright"
 BEAT_S, _DRIVER_TIMEOUT_S = 10.0, 60.0
-_TICK_S, _LONGEST_TICK_S = 1.0, 5.0  # of the watchdog's thread; the process was frozen for what is longer
+_TICK_S, _LONGEST_TICK_S = 1.0, 5.0  # of the watchdog's thread; in a longer tick the process was frozen
 _ANSWER_S = 15.0
 _log = logging.getLogger(__name__)
 
@@ -56,15 +56,15 @@ def detached_options(name: str) -> dict[str, Any]:
 class DriverWatchdog:
     """Ends this process when no driver has called for a while, and releases its bundle of resources.
 
-    Only time in which the process runs counts: a driver that was frozen with it needs a moment to call again.
+    Only time in which this process runs counts: a driver that was frozen too needs a moment to call again.
 
     Args:
-        last: called before the end.
+        cleanup: called before the end.
         lent: whether the bundle belongs to another process, which releases it.
     """
 
-    def __init__(self, last: Callable[[], object] = lambda: None, *, lent: bool = False) -> None:
-        self._last = last
+    def __init__(self, cleanup: Callable[[], object] = lambda: None, *, lent: bool = False) -> None:
+        self._cleanup = cleanup
         self._group: PlacementGroup | None = None if lent else ray.util.get_current_placement_group()
         self._ran_s = self._heard_s = 0.0  # both on the clock of this process, which stops where it is frozen
         threading.Thread(target=self._look, name="trainwright-watchdog", daemon=True).start()
@@ -84,8 +84,8 @@ class DriverWatchdog:
     def end(self) -> None:
         """End this process now."""
         try:
-            self._last()
-            if self._group is not None:  # others with bundles of the same group have no driver either
+            self._cleanup()
+            if self._group is not None:  # other processes with bundles of this group have no driver either
                 remove_placement_group(self._group)
         except Exception:
             _log.exception("cannot release the resources of this process")
@@ -120,16 +120,16 @@ def kept_alive(run: str) -> Iterator[None]:
     over = threading.Event()
 
     def call() -> None:
-        told = False
+        reported = False
         while not over.is_set():
             try:
                 _keep_alive(run)
-                told = False
-            except Exception as error:  # the thread goes on: without it they would end by themselves
+                reported = False
+            except Exception as error:  # the thread goes on: without it the workers would end by themselves
                 cause = f"{type(error).__name__}: {error}"
-                if not told:
+                if not reported:
                     _log.warning("cannot keep the workers of the previous driver alive: %s", cause)
-                told = True
+                reported = True
             over.wait(BEAT_S)
 
     thread = threading.Thread(target=call, name="trainwright-keep-alive", daemon=True)
@@ -179,20 +179,20 @@ def take_over(
             raise answer.error
     survivors = [(actor, answer) for actor, answer in answers if answer is not None]
     foreign = [actor for actor, answer in answers if answer is None]
-    kept = [kept for _, kept in _collect_answers([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
-    sealed = [found for found in kept if isinstance(found, MemoryCheckpoint)]
+    copies = [copy for _, copy in _collect_answers([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
+    complete = [copy for copy in copies if isinstance(copy, MemoryCheckpoint)]
     assure()
     _end(foreign, token, give_back=not survivors)  # they may hold bundles of one group
     _remove_unused_groups(run, [answer.group for _, answer in survivors])
     return TakenOverActors(
         workers=tuple(sorted(survivors, key=lambda survivor: survivor[1].living.worker)),
         keepers=keepers,
-        kept=max(sealed, key=lambda kept: kept.version, default=None),
+        kept=max(complete, key=lambda copy: copy.version, default=None),
     )
 
 
 def _end(actors: list[Any], token: int, *, give_back: bool) -> None:
-    """End actors, also those that do not answer; `give_back`: those that answer release their bundles first."""
+    """End actors, even if they do not answer; with `give_back`, actors that answer release their bundles first."""
     if give_back:
         _collect_answers([(actor, actor.end.remote(token)) for actor in actors])
     for actor in actors:
@@ -202,10 +202,10 @@ def _end(actors: list[Any], token: int, *, give_back: bool) -> None:
 
 def _remove_unused_groups(run: str, inhabited: Iterable[PlacementGroup]) -> None:
     """Remove a run's other placement groups."""
-    kept = {group.id.hex() for group in inhabited}
+    used_ids = {group.id.hex() for group in inhabited}
     table: dict[str, dict[str, Any]] = placement_group_table()
     for number, facts in table.items():
-        empty = facts["name"].startswith(f"{placement_group_prefix(run)}/") and number not in kept
+        empty = facts["name"].startswith(f"{placement_group_prefix(run)}/") and number not in used_ids
         if empty and facts["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
 
@@ -236,18 +236,18 @@ def _collect_answers(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 class Heartbeats:
-    """Sends heartbeats, and knows which were not answered. For one thread."""
+    """Sends heartbeats, and tracks unanswered ones. For one thread."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[Any, float]] = {}  # first heartbeat without an answer, and when it was sent
+        self._unanswered: dict[int, tuple[Any, float]] = {}  # first heartbeat without an answer, and when it was sent
 
     def send(self, actors: Mapping[int, Any], token: int) -> Mapping[int, float]:
         """Send a heartbeat to each actor; return the seconds since the first unanswered one, by worker."""
         now_s = time.monotonic()
-        sent = {number: (actor.beat.remote(token), now_s) for number, actor in actors.items()}
-        owed = {number: asked for number, asked in self._asked.items() if not ray.wait([asked[0]], timeout=0)[0]}
-        self._asked = {number: owed.get(number, new) for number, new in sent.items()}
-        return {number: now_s - since_s for number, (_, since_s) in self._asked.items() if since_s < now_s}
+        new_beats = {number: (actor.beat.remote(token), now_s) for number, actor in actors.items()}
+        pending = {number: beat for number, beat in self._unanswered.items() if not ray.wait([beat[0]], timeout=0)[0]}
+        self._unanswered = {number: pending.get(number, new) for number, new in new_beats.items()}
+        return {number: now_s - since_s for number, (_, since_s) in self._unanswered.items() if since_s < now_s}
 
 
 # --- The lease of the driver ------------------------------------------------------------------------------------------
@@ -272,14 +272,14 @@ class DriverLease:
         self.token = 0
         self.lost: TrainwrightError | None = None
         self._run_store, self._processes = run_store, processes
-        self._asked_s = 0.0
+        self._asked_workers_s = 0.0
 
     def check(self) -> bool:
         """Return whether this driver may act."""
         if self.token and self.lost is None:
             try:
                 if not self._run_store.assure():
-                    self._ask()
+                    self._ask_workers()
             except FencedError as error:
                 self.lost = error
         return self.lost is None
@@ -288,9 +288,9 @@ class DriverLease:
         """Note that another driver has the run."""
         self.lost = error
 
-    def _ask(self) -> None:
+    def _ask_workers(self) -> None:
         now_s = boottime_s()
-        if now_s - self._asked_s < LEASE_S:
+        if now_s - self._asked_workers_s < LEASE_S:
             return
         refs = [actor.beat.remote(self.token) for actor in self._processes()]
         for ref in ray.wait(refs, num_returns=len(refs), timeout=_BEAT_ANSWER_S)[0] if refs else []:
@@ -298,4 +298,4 @@ class DriverLease:
                 refusal = ray.get(ref)
                 if refusal is not None:
                     raise refusal.error
-        self._asked_s = now_s
+        self._asked_workers_s = now_s

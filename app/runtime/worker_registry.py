@@ -46,7 +46,7 @@ _QueueItem = DriverEvent | Callable[[], None]
 
 
 class EventQueue:
-    """The driver's events, timers, and calls that its thread makes. All but `put` and `then` are for that thread.
+    """The driver's events, timers, and calls for its thread. Other threads may use only `put` and `then`.
 
     Args:
         lease: of the driver. Once it is lost, `next` returns LeaseLost only.
@@ -75,7 +75,7 @@ class EventQueue:
             item()
 
     def then(self, ref: Any, action: Callable[[Future[Any]], None]) -> Future[Any]:
-        """Call `action` with the answer to a remote call, unless it says that another driver has the process."""
+        """Call `action` with the answer to a remote call; give up the lease if another driver has the process."""
         answer: Future[Any] = ref.future()
         answer.add_done_callback(lambda done: self.put(lambda: self._settle(done, action)))
         return answer
@@ -158,7 +158,7 @@ class WorkerRegistry:
         )
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
-        self._slots: dict[int, int] = {}  # in whose bundle it was placed, by worker
+        self._slots: dict[int, int] = {}  # slot whose bundle holds the worker, by worker
         self._keepers: dict[str, Any] = {}  # by name of the node
         self._unwanted: set[int] = set()  # killed before they were placed
         self._forking = ForkedWorkers(config.plan, queue.then, queue.later, lease, note, usable=placement is None)
@@ -188,10 +188,10 @@ class WorkerRegistry:
         """Place no more workers on a worker's node."""
         self._placement.exclude_node(self._nodes[worker][1])
 
-    def mark_complete(self, kept: Any) -> None:
+    def mark_complete(self, checkpoint: Any) -> None:
         """Tell the in-memory checkpoint stores which copy is complete."""
         for keeper in self._keepers.values():
-            keeper.seal.remote(kept, self._lease.token)
+            keeper.seal.remote(checkpoint, self._lease.token)
 
     def close(self) -> None:
         """End every worker and remove the placement groups, unless they are another driver's; safe to call twice."""
@@ -213,8 +213,8 @@ class WorkerRegistry:
         if effect.worker in self._unwanted or self._closed.is_set():
             return
         self._slots[effect.worker] = effect.slot
-        own, lent = None if effect.beside else effect.slot, self._placement.lent(effect.slot)
-        worker_slot = WorkerSlot(worker=effect.worker, slot=own, bundle=effect.slot, run=self.name, lent=lent)
+        slot, lent = None if effect.beside else effect.slot, self._placement.lent(effect.slot)
+        worker_slot = WorkerSlot(worker=effect.worker, slot=slot, bundle=effect.slot, run=self.name, lent=lent)
         actor = self._placement.process(effect.slot)
         if actor is None:
             options = self._placement.options(effect.slot, beside=effect.beside)
@@ -232,11 +232,11 @@ class WorkerRegistry:
         def is_wanted(process: Any) -> bool:
             return self._actors.get(effect.worker) is process  # not another one that was started in its place
 
-        def greeted(done: Future[Any]) -> None:
+        def on_hello(done: Future[Any]) -> None:
             if is_wanted(actor):
-                self._greeted(effect.worker, done)
+                self._on_hello(effect.worker, done)
 
-        self._queue.then(actor.hello.remote(effect.spare), greeted)
+        self._queue.then(actor.hello.remote(effect.spare), on_hello)
 
     def build_for(self, plan: Plan | None) -> None:
         """Build and warm up for this plan in workers that are placed from now on."""
@@ -244,7 +244,7 @@ class WorkerRegistry:
             self._config = replace(self._config, plan=plan)
             self.config_ref = ray.put(self._config)
 
-    def _greeted(self, worker: int, done: Future[Any]) -> None:
+    def _on_hello(self, worker: int, done: Future[Any]) -> None:
         if done.exception() is not None:
             self.died(worker, done.exception())
             return
@@ -301,14 +301,14 @@ class WorkerRegistry:
                 self._queue.fence(final)  # in-memory checkpoints stay for the next driver
             return
         if self._lease.check():  # otherwise it is another driver's
-            with suppress(RayError):  # of one that Ray could not even create
-                ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
+            with suppress(RayError):  # Ray may have failed to create it
+                ray.kill(actor, no_restart=True)  # an unreachable worker must not come back
         self._queue.put(m.WorkerDied(worker=worker, cause=cause))
 
-    def take_over(self, found: TakenOverActors) -> None:
+    def take_over(self, survivors: TakenOverActors) -> None:
         """Take over the survivors of the previous driver, and start the heartbeats."""
-        self._keepers = dict(found.keepers)
-        for actor, answer in found.workers:
+        self._keepers = dict(survivors.keepers)
+        for actor, answer in survivors.workers:
             worker = answer.living.worker
             self._actors[worker] = actor
             self._nodes[worker] = (answer.living.node, answer.living.home)
@@ -325,22 +325,22 @@ class WorkerRegistry:
 
     def _beat(self) -> None:
         """Send heartbeats to all actors, even while the driver's thread waits for a slow listener."""
-        beats, told = Heartbeats(), ""
+        beats, reported = Heartbeats(), ""
         while not self._closed.is_set():
             try:
                 self._beat_once(beats)
-                told = ""
+                reported = ""
             except Exception as error:  # without heartbeats all processes of the run would end
                 text = f"cannot send heartbeats to the workers: {type(error).__name__}: {error}"
-                if text != told:
+                if text != reported:
                     self._queue.put(partial(self._note, text))
-                told = text
+                reported = text
             self._closed.wait(BEAT_S)
 
     def _beat_once(self, beats: Heartbeats) -> None:
         up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
         for worker, silent_s in beats.send(up, self._lease.token).items():
-            if silent_s > SILENT_S and self._expendable(worker):
+            if silent_s > SILENT_S and self._is_expendable(worker):
                 self._queue.put(partial(self.died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
         for worker, actor in [*self._actors.items()]:
             if worker not in up:
@@ -354,9 +354,9 @@ class WorkerRegistry:
         for node, keeper in [*self._keepers.items()]:
             self._queue.then(keeper.beat.remote(self._lease.token), partial(answered, node, keeper))
 
-    def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
-        first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
-        return self._plan.topology != "collective" and self._slots.get(worker, 0) >= first
+    def _is_expendable(self, worker: int) -> bool:  # an expendable worker that does not answer is replaced
+        first_slot = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
+        return self._plan.topology != "collective" and self._slots.get(worker, 0) >= first_slot
 
 
 # --- Why a process ended ----------------------------------------------------------------------------------------------
@@ -375,10 +375,10 @@ _EXIT_SIGNS = (
 
 
 def exit_reason(error: BaseException | None) -> str:
-    """What an error of Ray's about an actor means; its first line where that is not known. None: we ended it."""
+    """Explain Ray's error about an actor; its first line if it is unknown. None: the driver ended the actor."""
     if error is None:
         return "killed by the driver"
-    told = error.cause if isinstance(error, RayTaskError) else error  # itself it begins with Ray's name of the call
-    text = str(told).strip()
-    known = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
-    return known or (text.splitlines()[0] if text else type(error).__name__)
+    origin = error.cause if isinstance(error, RayTaskError) else error  # its own text begins with the name of the call
+    text = str(origin).strip()
+    reason = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
+    return reason or (text.splitlines()[0] if text else type(error).__name__)
