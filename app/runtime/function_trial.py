@@ -129,21 +129,21 @@ class Preflight:
         if self._child is not None:
             self._child.close()
 
-    def _start(self, task: TrialTask, how: _StartMethod) -> None:
+    def _start(self, task: TrialTask, method: _StartMethod) -> None:
         try:
-            if how != "later":
-                self._child = _forked(task) if how == "fork" else _fresh(task)
+            if method != "later":
+                self._child = _fork_trial(task) if method == "fork" else _start_fresh_trial(task)
         except OSError as error:  # no memory for a fork, no room for a process
             self._why = f"a process for it could not be started: {error}"
 
     def settle(self, decision: Decision) -> tuple[str, ...]:
-        """Wait for the answer; returns what the user should know.
+        """Wait for the answer; return notes for the user.
 
-        An error is tried again on as many rows as a worker will be given: the job may be written for that number. One
-        that may come of where it was tried is left to the workers.
+        After an error, the functions are tried again on as many rows as a worker will get: the job may be written for
+        that number. An error that the place of the trial may explain is left to the workers.
 
         Raises:
-            TrainwrightError: what the job's functions raised.
+            TrainwrightError: the error of the job's functions.
         """
         if self._task is not None and self._child is None and not self._why:
             self._start(self._task, start_method(decision.profile.framework))
@@ -164,7 +164,7 @@ class Preflight:
         return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
 
     def time_step(self, rows: int, workers: int) -> tuple[float, bool]:
-        """Return the seconds of a step while so many processes of this machine take one; 0 where it was not timed.
+        """Return the seconds of a step while `workers` processes of this machine take one; 0 where it was not timed.
 
         Args:
             rows: of each process, which has one thread.
@@ -174,24 +174,24 @@ class Preflight:
         """
         if self._child is None or start_method() != "fork":  # another process would import a framework first
             return 0.0, False
-        first = self._first_answer(self._child)
-        if first.error is not None or first.divided is not None or first.untried:  # which may have to be tried again
+        answer = self._first_answer(self._child)
+        if answer.error is not None or answer.divided is not None or answer.untried:  # a second trial may follow
             return 0.0, False
         batch = _many_rows(self._prepared.job, self._prepared.train, rows)
-        found = self._child.answer(_Retry(rows=rows, timed=workers, batch=batch))
-        if found.untried:
+        timing = self._child.answer(_Retry(rows=rows, timed=workers, batch=batch))
+        if timing.untried:
             self._child.close()
-        return found.step_s, found.busy
+        return timing.step_s, timing.busy
 
     def _first_answer(self, child: _TrialProcess) -> PreflightResult:
-        """Return what came of the task's rows."""
+        """Return the result for the task's rows."""
         if self._answer is None:
             self._answer = child.answer()
         return self._answer
 
 
 def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
-    """Why nothing is tried, empty where that goes without saying; None where it is."""
+    """Return why nothing is tried, empty if the user need not know; None if the functions are tried."""
     job = prepared.job
     if (
         not job.planning.preflight
@@ -207,16 +207,16 @@ def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
 
 
 def task_of(prepared: PreparedJob) -> TrialTask:
-    """What there is to try. Raises as `first_rows`."""
-    job, other = prepared.job, prepared.evaluate
-    evaluate = None if other is None else first_rows(job, job.evaluate, other)
+    """Return the task of a trial. Raises as `first_rows`."""
+    job, index = prepared.job, prepared.evaluate
+    evaluate = None if index is None else first_rows(job, job.evaluate, index)
     return TrialTask(
         job=job, train=first_rows(job, job.train, prepared.train), evaluate=evaluate, total_steps=prepared.total_steps
     )
 
 
 def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
-    """The first rows of a data set as a batch; one row several times where they cannot be read, or take long.
+    """Return the first rows of a data set as a batch; one row several times where they cannot be read, or take long.
 
     Raises DataError, UserCodeError: no row can be read.
     """
@@ -232,10 +232,10 @@ def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
 
 
 def _many_rows(job: Job, index: Index, count: int) -> Batch | None:
-    """The first rows of the training set, as many as are read in a moment; None where they cannot be read.
+    """Return the first rows of the training set, as many as are read in a moment; None where they cannot be read.
 
-    A step on a few rows, again and again, is quicker by a seventh than on as many different ones (measured): the
-    processor knows which number is the largest.
+    A step on a few repeated rows is quicker by a seventh than a step on as many different rows (measured): the
+    processor learns which number is the largest.
     """
     if job.train.heavy:
         return None
@@ -244,7 +244,7 @@ def _many_rows(job: Job, index: Index, count: int) -> Batch | None:
     try:
         while len(parts) * _READ_ROWS < len(rows) and time.perf_counter() - began_s < _READ_S:
             parts.append(job.train.read(index, rows[len(parts) * _READ_ROWS :][:_READ_ROWS], job.columns))
-    except (DataError, UserCodeError):  # the workers tell of such rows, or skip them, as the job says
+    except (DataError, UserCodeError):  # the workers report or skip such rows, as the job says
         return None
     shapes = {tuple((name, array.shape[1:]) for name, array in part.items()) for part in parts}
     if len(shapes) != 1:
@@ -255,7 +255,7 @@ def _many_rows(job: Job, index: Index, count: int) -> Batch | None:
 
 
 def needs_second_trial(error: TrainwrightError, plan: Plan) -> bool:
-    """Whether an error may come of where the functions were tried: on a CPU, by a process without a group."""
+    """Whether the place of the trial may explain an error: a CPU, and a process without a group."""
     if isinstance(error, JobError | DataError):
         return False
     text = f"{error.what}\n{error.detail}"
@@ -269,10 +269,10 @@ def needs_second_trial(error: TrainwrightError, plan: Plan) -> bool:
 
 
 class _TrialProcess:
-    """The other process, as this one sees it.
+    """A handle of the trial process in this process.
 
     Args:
-        reap: waits for its end, and returns its exit status as `subprocess` has it.
+        reap: waits for its end, and returns its exit status as `subprocess` does.
     """
 
     def __init__(self, pid: int, connection: Connection, reap: Callable[[], int]) -> None:
@@ -280,19 +280,19 @@ class _TrialProcess:
         self._status: int | None = None
 
     def answer(self, retry: _Retry | None = None) -> PreflightResult:
-        """What it found, or what it finds when it tries again."""
+        """Return the result of the trial, or of another one."""
         try:
             if retry is not None:
                 self._connection.send(retry)
             if not self._connection.poll(_WAIT_S):
                 return PreflightResult(untried=f"no answer within {_WAIT_S} s")
-            found: PreflightResult = self._connection.recv()
+            result: PreflightResult = self._connection.recv()
         except (EOFError, OSError):
-            return PreflightResult(untried=_ended(self.close()))
-        return found
+            return PreflightResult(untried=_describe_exit(self.close()))
+        return result
 
     def close(self) -> int:
-        """End it, if it has not ended; returns its exit status. Safe to call twice."""
+        """End the process, if it has not ended; return its exit status. Safe to call twice."""
         if self._status is None:
             self._connection.close()
             with contextlib.suppress(ProcessLookupError):
@@ -301,12 +301,12 @@ class _TrialProcess:
         return self._status
 
 
-def _ended(status: int) -> str:
-    """How it ended by itself."""
+def _describe_exit(status: int) -> str:
+    """Describe why the process ended by itself."""
     if -status in (signal.SIGXCPU, signal.SIGKILL):
         return f"they take more than {CPU_S} s of CPU time, or more memory than there is"
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-    return f"the process that tried them {how}"
+    ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return f"the process that tried them {ending}"
 
 
 def ray_is_connected() -> bool:
@@ -334,7 +334,7 @@ def start_method(framework: str = "") -> _StartMethod:
     return "later" if torch is not None and not framework else "fresh"
 
 
-def _forked(task: TrialTask) -> _TrialProcess:
+def _fork_trial(task: TrialTask) -> _TrialProcess:
     ours, theirs = Pipe()
     with warnings.catch_warnings(action="ignore"):  # Python's, that other threads may hold locks: none is taken below
         pid = os.fork()
@@ -349,16 +349,16 @@ def _forked(task: TrialTask) -> _TrialProcess:
 
 
 def _status(pid: int) -> int:
-    """Wait for the end of a forked process, and return its exit status; 0 where somebody else has asked for it."""
+    """Wait for the end of a forked process, and return its exit status; 0 if another call has collected it."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
         return 0
 
 
-def _fresh(task: TrialTask) -> _TrialProcess:
-    one = table({"row": [0]})  # its rows are sent, and not all data
-    job = task.job.replace(train=one, evaluate=None if task.evaluate is None else one, trackers=())
+def _start_fresh_trial(task: TrialTask) -> _TrialProcess:
+    placeholder = table({"row": [0]})  # only rows for the trial are sent, not all data
+    job = task.job.replace(train=placeholder, evaluate=None if task.evaluate is None else placeholder, trackers=())
     packed = pickle.dumps((sys.path, pickle_job(job), task.train, task.evaluate, task.total_steps))
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
@@ -375,24 +375,24 @@ def main() -> None:
     """Entry of a fresh process, whose argument is the number of its end of the pipe."""
     connection = Connection(int(sys.argv[1]))
 
-    def read() -> TrialTask:
+    def read_task() -> TrialTask:
         sys.path[:], job, train, evaluate, total_steps = cloudpickle.loads(connection.recv_bytes())
         return TrialTask(job=unpickle_job(job), train=train, evaluate=evaluate, total_steps=total_steps)
 
-    _serve(connection, read, _IMPORTS_S)
+    _serve(connection, read_task, _IMPORTS_S)
 
 
-def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int = 0) -> None:
-    """Try, and answer; then again as the other side asks for, until it goes away."""
-    gc.disable()  # what other threads held when this process was forked is not to be let go of here
+def _serve(connection: Connection, read_task: Callable[[], TrialTask], imports_s: int = 0) -> None:
+    """Try the functions and answer, then again for each request, until the other process closes the connection."""
+    gc.disable()  # objects that other threads held at the fork must not be released here
     _limit(CPU_S + imports_s)
-    task, retry = read(), _Retry()
+    task, retry = read_task(), _Retry()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            signal.alarm(2 * _WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
+            signal.alarm(2 * _WAIT_S)  # none while the other process is busy, which may take minutes to start Ray
             if retry.timed:
                 timed = replace(task, train=retry.batch or task.train)
-                answer = _timed(timed, retry.rows, retry.timed)
+                answer = _time_steps(timed, retry.rows, retry.timed)
             else:
                 answer = run_trial(task, retry.rows, retry.layout)
             signal.alarm(0)
@@ -401,7 +401,7 @@ def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int
 
 
 def _limit(cpu_s: int) -> None:
-    """Bound this process: time, and who goes first where memory is short. It is silent, and has one thread and CPU."""
+    """Bound the time of this process; if memory is short, it ends first. It is silent, and has one thread and CPU."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
@@ -433,39 +433,39 @@ def run_trial(task: TrialTask, rows: int = 0, layout: tuple[int, int] = (2, 1)) 
     )
     assert train is not None, "every job has a training set"
     try:
-        found = _tried(replace(task, train=train, evaluate=evaluate), layout)
+        result = _try_functions(replace(task, train=train, evaluate=evaluate), layout)
     except TrainwrightError as error:
-        found = PreflightResult(error=error)
-    except Exception as error:  # of ours: the workers may do better
+        result = PreflightResult(error=error)
+    except Exception as error:  # in our own code: the workers may succeed
         return PreflightResult(untried=redact(f"{type(error).__name__}: {error}"))
-    for each in filter(None, (found.error, found.divided)):
-        each.hide(redact)
+    for problem in filter(None, (result.error, result.divided)):
+        problem.hide(redact)
         place = f"tried on {train.rows} rows before any worker started"
-        each.where = place if each.where in ("", "rank 0") else f"{each.where}; {place}"
-    return found
+        problem.where = place if problem.where in ("", "rank 0") else f"{problem.where}; {place}"
+    return result
 
 
-def _timed(task: TrialTask, rows: int, workers: int) -> PreflightResult:
-    """Time steps of the job on so many rows, repeated where there are fewer, while other processes take them too.
+def _time_steps(task: TrialTask, rows: int, workers: int) -> PreflightResult:
+    """Time steps of the job on `rows` rows, repeated where there are fewer, while other processes take steps too.
 
     CPUs that share a core or its memory are slower together, and each step lasts until the slowest has taken it.
     """
     others: list[tuple[int, socket.socket]] = []
     keep_freed_memory()
     try:
-        known = build_model(task.job.model)
-        framework, size = framework_of(known), profiler_of(known).weight_bytes(known)
+        model = build_model(task.job.model)
+        framework, size = framework_of(model), profiler_of(model).weight_bytes(model)
         if size * workers > MOST_BYTES or workers > _MOST_TIMED:
             return PreflightResult(untried="a step of so many processes would take too much memory")
         engine, batch = _engine_of(task.job, _spec(task), framework, rows), _repeated(task.train, rows)
         engine.warm(single_rank_feed(batch))
         for _ in range(workers - 1):
-            others.append(_stepping(engine, batch, [line for _, line in others]))
+            others.append(_fork_stepper(engine, batch, [line for _, line in others]))
         waited_s, began_s = _waited_s(), time.perf_counter()
         spent = _step_times(engine, batch, [line for _, line in others])
         busy = _waited_s() - waited_s > _BUSY * (time.perf_counter() - began_s)
         return PreflightResult(step_s=median(spent[1:]), busy=busy)
-    except Exception as error:  # the steps of the run will tell
+    except Exception as error:  # a real error will appear in the run's steps
         return PreflightResult(untried=f"{type(error).__name__}: {error}")
     finally:
         for pid, line in others:
@@ -481,30 +481,30 @@ def _waited_s() -> float:
     return 0.0
 
 
-def _stepping(engine: Engine, batch: Batch, others: Sequence[socket.socket]) -> tuple[int, socket.socket]:
-    """Fork a process that takes a step for each byte it gets, and sends one back; return its id and the line to it.
+def _fork_stepper(engine: Engine, batch: Batch, others: Sequence[socket.socket]) -> tuple[int, socket.socket]:
+    """Fork a process that takes a step for each byte it gets, and sends one back; return its id and its socket.
 
-    It ends with the line. So it closes the lines to the others, which end with this process too.
+    The process ends when this process closes the socket, so it closes inherited sockets to the other processes.
     """
-    line, own = socket.socketpair()
+    line, child_end = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
-            for each in (line, *others):
-                each.close()
+            for inherited in (line, *others):
+                inherited.close()
             for step in itertools.count():
-                if not own.recv(1):
+                if not child_end.recv(1):
                     break
                 engine.train_step(replace(single_rank_feed(batch), step=step))
-                own.send(b".")
+                child_end.send(b".")
         finally:
             os._exit(0)
-    own.close()
+    child_end.close()
     return pid, line
 
 
 def _step_times(engine: Engine, batch: Batch, lines: Sequence[socket.socket]) -> list[float]:
-    """Return the times of steps of this and the other processes, for `_TIMED_S` together, two at least."""
+    """Return the times of steps of this and the other processes, for `_TIMED_S` in all, two steps at least."""
     began_s = time.perf_counter()
     spent: list[float] = []
     for step in itertools.count():
@@ -521,25 +521,25 @@ def _step_times(engine: Engine, batch: Batch, lines: Sequence[socket.socket]) ->
     return spent
 
 
-def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
-    began_s, job, known = time.process_time(), task.job, build_model(task.job.model)
-    size = profiler_of(known).weight_bytes(known)
+def _try_functions(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
+    began_s, job, model = time.process_time(), task.job, build_model(task.job.model)
+    size = profiler_of(model).weight_bytes(model)
     if size > MOST_BYTES:
         return PreflightResult(untried=f"the model has {size / 2**30:.1f} GiB of weights, more than 1 GiB")
-    framework = framework_of(known)
-    del known
+    framework = framework_of(model)
+    del model
     spec = _spec(task)
     _try_schedule(spec)
     engine = _engine_of(job, spec, framework, task.train.rows)
     feed = single_rank_feed(task.train)
     engine.warm(feed)
-    with contextlib.suppress(NonFiniteLoss):  # other rows, and later steps, may do better
+    with contextlib.suppress(NonFiniteLoss):  # other rows and later steps may have a finite loss
         engine.train_step(feed)
     if task.evaluate is not None:
         states = metric_states(job.metrics)
         sums = with_states(engine.evaluate_step(single_rank_feed(task.evaluate), states), states)
-        found = compute_states(sums + sums)  # as those of two ranks
-        job.checkpointing.check_goals(found.totals)
+        metrics = compute_states(sums + sums)  # as those of two ranks
+        job.checkpointing.check_goals(metrics.totals)
     if framework == "tensorflow":
         try:
             engine.warm(replace(feed, total=math.prod(layout)))
@@ -555,27 +555,27 @@ def _divided_problem(job: Job, spec: ModelSpec, batch: Batch, layout: tuple[int,
     """Return the error of a loss that depends on how the batch is divided; None where `inexact=` would not help."""
     ranks, micro_batches = layout
     feed = zero_weight(replace(single_rank_feed(batch), parts=((batch,) * micro_batches,), total=ranks))
-    found: JobError | None = None
+    problem: JobError | None = None
     for inexact in (spec.inexact, (*spec.inexact, "batch_loss")):
         try:
             _engine_of(job, replace(spec, inexact=inexact), "torch", batch.rows).warm(feed)
-            return found
+            return problem
         except JobError as error:
-            found = error
-        except UserCodeError:  # of where it is tried, without a group: the workers may do better
+            problem = error
+        except UserCodeError:  # perhaps because there is no group: the workers may succeed
             return None
     return None
 
 
 def _spec(task: TrialTask) -> ModelSpec:
-    """What the engine is given: without callbacks, which act on the world, and without a compiler's patience."""
+    """Return the engine's model spec without callbacks, which may have side effects, and without slow compilation."""
     row = _repeated(task.train, 1)
     spec = task.job.model_spec(task.total_steps, lambda: row)
     return replace(spec, callbacks=None, compile=spec.compile if spec.compile == "eager" else "auto")
 
 
 def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
-    """The engine of one device for a model of this framework, built on one CPU. Raises as `Engine.build`."""
+    """Return the one-device engine for a model of this framework, built on one CPU. Raises as `Engine.build`."""
     name = "tf_one_device" if framework == "tensorflow" else "one_device"
     strategy = STRATEGIES[name]
     plan = Plan(
@@ -604,7 +604,7 @@ def _try_schedule(spec: ModelSpec) -> None:
 
 
 def _repeated(batch: Batch, rows: int) -> Batch:
-    """So many rows: the first ones, and from the beginning again."""
-    back = np.arange(rows) % batch.rows
-    columns: dict[str, Any] = {name: array[back] for name, array in batch.columns.items()}
-    return Batch(columns=columns, weights=np.ones(rows), samples=batch.samples[back])
+    """Return `rows` rows of a batch, which is repeated where it has fewer."""
+    indices = np.arange(rows) % batch.rows
+    columns: dict[str, Any] = {name: array[indices] for name, array in batch.columns.items()}
+    return Batch(columns=columns, weights=np.ones(rows), samples=batch.samples[indices])
