@@ -109,7 +109,7 @@ def start(
     while True:
         try:
             return _send_request(name, {"action": "hold"})
-        except ConnectionRefusedError:  # it is another one that is bound, and about to listen
+        except ConnectionRefusedError:  # another server has bound the socket and will listen soon
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.01)
@@ -207,15 +207,15 @@ class _Server:
     """Forks a process for each request.
 
     Args:
-        until: id of the process with which it ends.
-        idle_s: seconds without a connection that holds it, or a forked process, after which it ends.
+        owner_pid: id of the process with which the server ends.
+        idle_s: seconds without a holding connection or a forked process, after which the server ends.
     """
 
-    def __init__(self, listener: socket.socket, until: int, idle_s: float) -> None:
-        self._listener, self._until, self._idle_s = listener, until, idle_s
+    def __init__(self, listener: socket.socket, owner_pid: int, idle_s: float) -> None:
+        self._listener, self._owner_pid, self._idle_s = listener, owner_pid, idle_s
         self._children: dict[int, socket.socket] = {}  # connection of the client, by process id
         self._holders: dict[int, socket.socket] = {}  # by descriptor
-        self._imported = _changes()
+        self._imported = _change_times()
         self._wake_reader, self._wake_writer = socket.socketpair()  # woken by SIGCHLD
         self._wake_writer.setblocking(False)
         self._poll = select.poll()
@@ -227,14 +227,14 @@ class _Server:
         for watched in (self._wake_reader, self._listener):
             self._poll.register(watched, select.POLLIN)
         used_s = time.monotonic()
-        while os.path.exists(f"/proc/{self._until}"):
+        while os.path.exists(f"/proc/{self._owner_pid}"):
             ready = {descriptor for descriptor, _ in self._poll.poll(min(_LOOK_S, self._idle_s) * 1000)}
             if self._wake_reader.fileno() in ready:
                 self._wake_reader.recv(_PART_BYTES)
             self._reap()
-            for gone in self._holders.keys() & ready:
-                self._poll.unregister(gone)
-                self._holders.pop(gone).close()
+            for holder in self._holders.keys() & ready:
+                self._poll.unregister(holder)
+                self._holders.pop(holder).close()
             if self._listener.fileno() in ready:
                 forked = self._answer()
                 if forked is not None:
@@ -250,7 +250,7 @@ class _Server:
         return self._listener.fileno() >= 0
 
     def _reap(self) -> None:
-        """Wait for children that have ended: Ray takes one that nobody has waited for to be alive."""
+        """Wait for children that have ended: Ray considers a zombie process alive."""
         while self._children:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
@@ -262,7 +262,7 @@ class _Server:
 
     def _answer(self) -> tuple[socket.socket, dict[str, Any], list[int]] | None:
         """Answer a connection; see `serve`."""
-        if _changes() != self._imported:  # the client starts a process that imports the new files
+        if _change_times() != self._imported:  # the client starts a process that imports the new files
             self._poll.unregister(self._listener)
             self._listener.close()
             return None
@@ -284,7 +284,7 @@ class _Server:
                 return connection, request, streams
             self._children[child] = connection
             connection.sendall(str(child).encode())
-        except (OSError, ValueError):  # no memory for a process, or the client has ended; it does not run then
+        except (OSError, ValueError):  # no memory for a process, or the client has ended; nothing is forked then
             if connection not in self._children.values():
                 connection.close()
         for stream in streams:
@@ -295,26 +295,26 @@ class _Server:
         """In a forked process: close what the server has open, except one connection."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for held in (
+        for item in (
             self._listener,
             self._wake_reader,
             self._wake_writer,
             *self._children.values(),
             *self._holders.values(),
         ):
-            if held is not connection:
-                held.close()
+            if item is not connection:
+                item.close()
 
 
-def _changes() -> dict[str, int]:
+def _change_times() -> dict[str, int]:
     """Return when the file of each imported module was changed."""
-    found = {}
+    times = {}
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if file:
             with suppress(OSError):
-                found[file] = os.stat(file).st_mtime_ns
-    return found
+                times[file] = os.stat(file).st_mtime_ns
+    return times
 
 
 def _receive_request(connection: socket.socket, streams: list[int]) -> dict[str, Any]:

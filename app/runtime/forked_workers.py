@@ -63,10 +63,10 @@ class ForkedWorkers:
     ) -> None:
         self._module, self._threads = plan.engine.partition(":")[0], max(int(plan.placement.cpus), 1)
         self._on_answer, self._later, self._lease, self._note = on_answer, later, lease, note
-        self._on = usable and _is_forkable(plan, os.environ.get(_SWITCH, ""))
+        self._enabled = usable and _is_forkable(plan, os.environ.get(_SWITCH, ""))
         self._command = fork_server.worker_command(f"{self._module}/{self._threads}")
-        self._asked: set[str] = set()
-        self._nodes = ray_compat.published(self._command) if self._on else set[str]()
+        self._requested_nodes: set[str] = set()
+        self._nodes = ray_compat.published(self._command) if self._enabled else set[str]()
 
     @cached_property
     def _nodes_at_first(self) -> set[str]:
@@ -74,24 +74,24 @@ class ForkedWorkers:
         return {node["NodeID"] for node in listed if node["Alive"] and node["Resources"].get("CPU")}
 
     def options(self, node_id: str | None) -> dict[str, Any]:
-        """Return Ray's options for a worker that is forked on this node; none where it is started as any other.
+        """Return Ray's options for a worker that is forked on this node; none for a worker that is not forked.
 
         Args:
             node_id: None for a worker that Ray may place on any node.
         """
         nodes = {node_id} if node_id else self._nodes_at_first if self._nodes else {""}
-        return {"runtime_env": {"py_executable": self._command}} if self._on and nodes <= self._nodes else {}
+        return {"runtime_env": {"py_executable": self._command}} if self._enabled and nodes <= self._nodes else {}
 
     def watch(
         self, actor: Any, group: PlacementGroup, is_wanted: Callable[[], bool], start_again: Callable[[], None]
     ) -> None:
-        """Start a worker that was forked as any other, if it is not up in time: Ray would fork it again and again.
+        """Start a forked worker again without a fork, if it is not up in time: Ray would fork it again and again.
 
         Args:
             actor: of the worker.
             group: the resources that it waits for.
-            is_wanted: whether it is the worker's actor still.
-            start_again: starts it.
+            is_wanted: whether `actor` is still the worker's actor.
+            start_again: starts the worker again.
         """
         up: list[Any] = []
 
@@ -115,8 +115,8 @@ class ForkedWorkers:
         self._later(_STARTED_S, look)
 
     def start_server(self, node_id: str, actor: Any, *, then: Callable[[], None] = lambda: None) -> None:
-        """Have a worker start the fork server of its node unless there is one; `then` comes after that, or without."""
-        if not self._on or actor is None:
+        """Have a worker start the fork server of its node unless there is one; call `then` afterwards in any case."""
+        if not self._enabled or actor is None:
             then()
             return
         waiting = [then]
@@ -138,19 +138,19 @@ class ForkedWorkers:
 
     def start_server_later(self, node_id: str, find_actor: Callable[[], Any]) -> None:
         """Start the fork server of a node where a worker has started, once; training comes first."""
-        if node_id not in self._asked:
-            self._asked.add(node_id)
+        if node_id not in self._requested_nodes:
+            self._requested_nodes.add(node_id)
             self._later(_AFTER_S, lambda: self.start_server(node_id, find_actor()))
 
     def started(self, node_id: str, command: str) -> None:
-        """Note that a node has a fork server. Where its Python is in another place than here, it is not used."""
+        """Note that a node has a fork server. Do not use it if its Python has another path than this one."""
         if command == self._command:
             self._nodes.add(node_id)
 
     def failed(self, cause: str) -> None:
         """Fork no more workers in this run, because a worker or a fork server did not start; later runs try again."""
-        if self._on:
-            self._on = False
+        if self._enabled:
+            self._enabled = False
             for node_id in self._nodes:
                 ray_compat.retract(self._command, node_id)
             self._note(f"workers are no longer forked; each one imports its modules itself: {cause}")
@@ -159,7 +159,7 @@ class ForkedWorkers:
 def start_fork_server(module: str, threads: int) -> str:
     """Start the fork server of this node for workers like this process, unless there is one, and wait for its imports.
 
-    It stays while this process lives, and some time after that.
+    The server stays while this process lives, and some time after.
 
     Returns:
         The command that starts workers from it; empty where there can be none.
@@ -171,10 +171,10 @@ def start_fork_server(module: str, threads: int) -> str:
     if "RAY_RAYLET_PID" not in environment or environment.get(_SUBREAPER, "").lower() in ("1", "true"):
         return ""
     name = fork_server.socket_name(context.get_node_id(), kind, environment)
-    own = {"KERAS_BACKEND": "tensorflow"} if module.startswith(f"{_ENGINES}tensorflow.") else {}
+    engine_variables = {"KERAS_BACKEND": "tensorflow"} if module.startswith(f"{_ENGINES}tensorflow.") else {}
     start = partial(
         fork_server.start, name, [module, "trainwright.worker.worker", fork_server.OPTIONAL, *_RAY_MODULES],
-        {"OMP_NUM_THREADS": str(threads), **environment, **own}, until=int(environment["RAY_RAYLET_PID"]),
+        {"OMP_NUM_THREADS": str(threads), **environment, **engine_variables}, until=int(environment["RAY_RAYLET_PID"]),
         idle_s=_JOBS_IDLE_S if context.runtime_env.keys() & _UNPACKED else fork_server.IDLE_S,
     )  # fmt: skip
     command = fork_server.worker_command(kind)
@@ -186,13 +186,13 @@ def start_fork_server(module: str, threads: int) -> str:
 
     try:
         hold_server()
-    except ConnectionError:  # there was one that has noticed only now that a file was changed, and serves no more
+    except ConnectionError:  # an earlier server has just noticed a changed file, and serves no more
         hold_server()
     return command
 
 
 def _is_forkable(plan: Plan, switch: str) -> bool:
-    """Whether the workers of a plan may be forked: not those with accelerators, for which nobody has tried it."""
+    """Whether the workers of a plan may be forked: not with accelerators, for which forks are untested."""
     framework = plan.engine.removeprefix(_ENGINES).partition(".")[0]
     if sys.platform != "linux" or switch == "off" or not plan.engine.startswith(_ENGINES):
         return False
