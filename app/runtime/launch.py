@@ -56,7 +56,7 @@ def prepare_run(
         )
     if not detached:
         refuse_running(job)
-    started: list[bool] = []  # whether each call did
+    started: list[bool] = []  # whether each `connect` started a cluster
 
     def connected() -> None:
         started.append(connect(verbose))
@@ -110,8 +110,8 @@ class _DriverProcess:
             self._finish = FinishRun(outcome="failed", step=0, error=error)
         except Exception as error:  # it would vanish in the thread
             what, where = f"{type(error).__name__}: {error}", "the detached driver"
-            told = TrainwrightError(what, where=where, detail=traceback.format_exc())
-            self._finish = FinishRun(outcome="failed", step=0, error=told)
+            fault = TrainwrightError(what, where=where, detail=traceback.format_exc())
+            self._finish = FinishRun(outcome="failed", step=0, error=fault)
         self._began.set()
         threading.Timer(_LINGER_S, self._leave).start()
 
@@ -152,8 +152,8 @@ _DRIVER_ACTOR: Any = ray.remote(**_DRIVER_OPTIONS)(_DriverProcess)
 def _split_job(job: Job) -> list[bytes]:
     packed = pickle_job(job)
     if len(packed) > _MAX_JOB_BYTES:
-        size, most = (f"{value / 1024**2:.1f} MiB" for value in (len(packed), _MAX_JOB_BYTES))
-        problem = f"the job is {size} large, a detached driver takes {most}: let train= and evaluate= read files"
+        size, limit = (f"{value / 1024**2:.1f} MiB" for value in (len(packed), _MAX_JOB_BYTES))
+        problem = f"the job is {size} large, a detached driver takes {limit}: let train= and evaluate= read files"
         raise JobError([problem])
     return [packed[start : start + _PIECE_BYTES] for start in range(0, len(packed), _PIECE_BYTES)]
 
@@ -170,7 +170,7 @@ def _end_finished_driver(name: str) -> None:
 
 
 class RemoteRunController:
-    """A run that is driven by an actor: what a Run needs of its driver."""
+    """The RunDriver of a run that an actor drives."""
 
     def __init__(self, prepared: PreparedJob, job: Job, *, resume: bool, fresh: bool) -> None:
         self.store: Store = prepared.store
@@ -202,9 +202,9 @@ class RemoteRunController:
         ray.kill(self._driver, no_restart=True)
         return finish
 
-    def _answer(self, asked: Future[Any]) -> Any:
+    def _answer(self, answer: Future[Any]) -> Any:
         try:
-            return asked.result()
+            return answer.result()
         except RayError as error:
             raise ResourceError(
                 f"the detached driver cannot be reached: {error}", remedy="see trainwright show; the run may go on"

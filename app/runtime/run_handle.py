@@ -62,13 +62,13 @@ class Run(StoredRun):
         self._session = session
         self._finish: FinishRun | None = None
         self._error: BaseException | None = None
-        self._ended = threading.Event()  # Python 3.11 takes a thread for ended whose `join` was interrupted
+        self._ended = threading.Event()  # in Python 3.11 a thread seems to have ended after an interrupted `join`
         threading.Thread(target=self._drive, name=f"trainwright-{job.name}", daemon=True).start()
 
     def _drive(self) -> None:
         try:
             self._finish = self._session.run()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # `wait` raises it
             self._error = error
         self._ended.set()
 
@@ -108,7 +108,7 @@ class Run(StoredRun):
         return self._finish.outcome if self._finish is not None else "failed"
 
     def load_model(self, *, step: CheckpointChoice = None) -> Any:
-        """The model with the weights of the newest checkpoint, or of the one that `step` selects, in this process."""
+        """Return the model with the weights of the newest checkpoint, or of the one that `step` selects."""
         return load_model(self.job, step)
 
     def _flush(self) -> None:
@@ -140,9 +140,9 @@ class _SignalHandler:
     def take(self, number: int, _frame: FrameType | None) -> None:
         """Stop after a checkpoint, or at once at the second signal; say so."""
         self._run.stop(now=self.last != 0)
-        told, self.last = SECOND_SIGNAL_TEXT if self.last else FIRST_SIGNAL_TEXT, number
+        text, self.last = SECOND_SIGNAL_TEXT if self.last else FIRST_SIGNAL_TEXT, number
         with contextlib.suppress(OSError):  # the terminal may be gone: that is why the signal came
-            os.write(_STDERR, f"\n{told}\n".encode())  # a print may be what was interrupted
+            os.write(_STDERR, f"\n{text}\n".encode())  # the signal may have interrupted a print
 
 
 @contextlib.contextmanager
@@ -155,11 +155,11 @@ def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    before = {number: signal.signal(number, stops.take) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stops.take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stops
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -184,8 +184,8 @@ def load_model(job: Job, step: CheckpointChoice = None) -> Any:
     """
     model = job.model()
     weights = base_weights(job)
-    given = () if weights is None else (weights,)
-    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader, *given))
+    arguments = () if weights is None else (weights,)
+    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader, *arguments))
     return unwrap_student(model)
 
 
