@@ -34,12 +34,13 @@ class Command:
     folder: str
 
     def option(self, name: str) -> str:
-        """The value of `--name=value`; empty without it."""
-        return next((given.partition("=")[2] for given in self.arguments if given.startswith(f"--{name}=")), "")
+        """Return the value of `--name=value`; empty without it."""
+        prefix = f"--{name}="
+        return next((text.removeprefix(prefix) for text in self.arguments if text.startswith(prefix)), "")
 
     @property
     def durable(self) -> bool:
-        """Whether this GCS keeps its tables elsewhere than in its own memory."""
+        """Whether this GCS keeps its tables outside its own memory."""
         return bool(self.option("redis_address")) or self.environment.get("RAY_gcs_storage") == "rocksdb"
 
 
@@ -49,7 +50,7 @@ def main() -> int:
     Raises:
         ResourceError: no GCS to restart was found, or it does not start again.
     """
-    pid = _only("gcs_server")
+    pid = _find_only("gcs_server")
     command = command_of(pid)
     if not command.durable:
         raise ResourceError("Ray's GCS keeps its tables in memory, so it cannot come back", remedy=_REMEDY)
@@ -115,37 +116,37 @@ def has_ended(descriptor: int, wait_s: float | None = 0.0) -> bool:
 def command_of(pid: int) -> Command:
     """How a process was started, as the kernel tells it."""
     folder = Path(f"/proc/{pid}")
-    environment = (os.fsdecode(item).partition("=") for item in _split(folder / "environ"))
+    environment = (os.fsdecode(item).partition("=") for item in _read_entries(folder / "environ"))
     return Command(
-        arguments=tuple(map(os.fsdecode, _split(folder / "cmdline"))),
+        arguments=tuple(map(os.fsdecode, _read_entries(folder / "cmdline"))),
         environment={name: value for name, _, value in environment},
         folder=os.readlink(folder / "cwd"),
     )
 
 
-def _split(file: Path) -> list[bytes]:
+def _read_entries(file: Path) -> list[bytes]:
     return file.read_bytes().removesuffix(b"\0").split(b"\0")
 
 
 def _raylet(gcs: Command) -> int:
-    """The raylet of the same session."""
+    """Return the pid of the raylet of the same session."""
     session = gcs.option("session-name")
-    return _only("raylet", lambda pid: any(session in argument for argument in command_of(pid).arguments))
+    return _find_only("raylet", lambda pid: any(session in argument for argument in command_of(pid).arguments))
 
 
-def _only(name: str, matches: Callable[[int], bool] = lambda _: True) -> int:
-    """The one living process of this name that this user may look into."""
+def _find_only(name: str, matches: Callable[[int], bool] = lambda _: True) -> int:
+    """Return the pid of the only living process of this name that this user may inspect."""
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-    found = [pid for pid in pids if _name(pid) == name and matches(pid)]
-    if len(found) != 1:
+    matching = [pid for pid in pids if _name(pid) == name and matches(pid)]
+    if len(matching) != 1:
         raise ResourceError(
-            f"{'no' if not found else 'more than one'} {name} runs here", remedy="call this where one Ray head runs"
+            f"{'no' if not matching else 'more than one'} {name} runs here", remedy="call this where one Ray head runs"
         )
-    return found[0]
+    return matching[0]
 
 
 def _name(pid: int) -> str:
-    """Name of a process's program; empty for one that has ended or is not ours."""
+    """Return the name of a process's program; empty if it has ended or belongs to another user."""
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     except OSError:

@@ -167,8 +167,8 @@ class RunSetup:
     def start_feeder(self) -> RayDataFeeder:
         """Start the delivery of data sets with heavy transforms by Ray Data."""
         prepared, plan, decision = self.prepared, self.decision.chosen, self.decision
-        used = plan.workers * plan.placement.accelerators
-        gpus = decision.cluster.accelerators - used if decision.cluster.accelerator == "GPU" else 0
+        accelerators = plan.workers * plan.placement.accelerators
+        gpus = decision.cluster.accelerators - accelerators if decision.cluster.accelerator == "GPU" else 0
         return RayDataFeeder(
             prepared.job, prepared.train, prepared.evaluate, cpus=decision.data_cpus, gpus=gpus,
             delivery=decision.delivery,
@@ -195,23 +195,23 @@ class RunSetup:
 def _identity(
     prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, placement: WorkerPlacement | None
 ) -> str:
-    """Return a hash of all in job, data, plan and placement that a surviving worker process must have in common."""
-    known = asdict(replace(plan, estimate=None, notes=()))
+    """Return a hash of job, data, plan and placement; a surviving worker process must have the same hash."""
+    fields = asdict(replace(plan, estimate=None, notes=()))
     lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
     facts = {
         "job": state_relevant_fields(prepared.description),
-        "plan": {name: known[name] for name in lasting} if layouts else known,
+        "plan": {name: fields[name] for name in lasting} if layouts else fields,
         "placement": placement.name if placement is not None else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _samples_of(
-    schedule: StepSchedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
+    schedule: StepSchedule, first_plan: Plan, step: int, rank: int, workers: int, plan: Plan | None
 ) -> tuple[int, ...]:
     """Return the rows of the training set that a worker gets in a step (from 1)."""
-    own = plan or (first.resized(workers) if first.topology == "collective" else first)
-    feeding, steps = own.feed_of(rank), range(step - 1, step)
+    plan_of_step = plan or (first_plan.resized(workers) if first_plan.topology == "collective" else first_plan)
+    feeding, steps = plan_of_step.feed_of(rank), range(step - 1, step)
     shares = [schedule.share(steps, data_rank, feeding.total) for data_rank in feeding.data_ranks]
     return tuple(int(sample) for share in shares if share.real[0] for sample in share.samples)
 
@@ -227,8 +227,8 @@ def _spares(plan: Plan, capabilities: Capabilities) -> int:
 
 
 _WARMUP_STEPS = 10  # steps whose waiting does not count, because the delivery has just started
-_MIN_STEPS = 30  # steps in the share, at least
-_MIN_WAIT_SHARE = 0.2  # share of their time
+_MIN_STEPS = 30  # counted steps before a warning
+_MIN_WAIT_SHARE = 0.2  # of the steps' time
 
 
 class RayDataFeeder:
@@ -237,10 +237,10 @@ class RayDataFeeder:
     Args:
         train, evaluate: indexes of the data sets.
         cpus, gpus: resources that the workers do not use.
-        delivery: of the training set; by default as the job and its data say.
+        delivery: of the training set; by default the delivery of the job and its data.
 
     Raises:
-        ResourceError: the transforms need more.
+        ResourceError: the transforms need more resources.
     """
 
     def __init__(
@@ -250,13 +250,13 @@ class RayDataFeeder:
         self.rows: dict[str, Any] = {}  # by data set, the reader of its streamed rows
         self._steps = self._counted = 0
         self._step_s = self._wait_s = 0.0
-        self._told, self._cpus = False, cpus
+        self._warned, self._cpus = False, cpus
         self._any_order = not train.in_order
-        read: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
+        data_sets: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {"train": (job.train, train, job.ordering())}
         if job.evaluate is not None and evaluate is not None:
-            read["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
-        choices = {"train": delivery or job.data.delivery, "evaluate": job.data.delivery}
-        delivered = {name: read[name] for name in read if delivery_of(read[name][0], choices[name])[0] == "ray_data"}
+            data_sets["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
+        how = {"train": delivery or job.data.delivery, "evaluate": job.data.delivery}
+        delivered = {name: item for name, item in data_sets.items() if delivery_of(item[0], how[name])[0] == "ray_data"}
         heavy = {name: parts for name, parts in delivered.items() if parts[0].heavy or not parts[0].streamed}
         if heavy:
             from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery
@@ -296,17 +296,17 @@ class RayDataFeeder:
 
     def news(self) -> list[str]:
         """Return new lines for the user; wait for nothing."""
-        told = [self.verdict()]
+        lines = [self.verdict()]
         for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
-            told += fetcher.news()
-        return [line for line in told if line]
+            lines += fetcher.news()
+        return [line for line in lines if line]
 
     def verdict(self) -> str:
-        """Return a warning if steps wait for data: for what, and what helps. Empty after the first time."""
+        """Return a warning, once, if steps wait for data: the cause and a remedy. Otherwise an empty text."""
         share = self._wait_s / self._step_s if self._step_s > 0 else 0.0
-        if self._told or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
+        if self._warned or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
             return ""
-        self._told = True
+        self._warned = True
         why = ""
         if "train" in self._fetchers:
             stages = self._fetchers["train"].stages()
@@ -324,7 +324,7 @@ class RayDataFeeder:
         return f"steps wait for data {formatting.percent(share)} of their time{why}" if why else ""
 
     def close(self) -> None:
-        """End the delivery with all that it started. Safe to call twice."""
+        """End the delivery and its processes. Safe to call twice."""
         for readers in (self._fetchers, self.rows):
             for reader in list(readers.values())[:1]:  # all belong to one delivery
                 reader.close()
@@ -332,10 +332,10 @@ class RayDataFeeder:
 
 
 def _bottleneck_text(stages: Any) -> str:
-    """Return at which of the stages of a delivery steps wait, and what helps."""
+    """Return the slowest stage of a delivery, and a remedy."""
     slowest = max(stages, key=lambda stage: stage.seconds / stage.slots)
-    at = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
-    busy = f"{slowest.name}: {at}, {formatting.percent(slowest.busy)} busy"
+    processes = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
+    busy = f"{slowest.name}: {processes}, {formatting.percent(slowest.busy)} busy"
     if slowest is stages[0]:
         helps = "make the functions before the first heavy one heavy too, or store what they make"
     else:
