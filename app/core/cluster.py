@@ -179,11 +179,11 @@ ACCELERATORS: dict[str, Accelerator] = {item.name: item for item in _BUILT_IN}
 
 def find_accelerator(kind: str) -> Accelerator | None:
     """Return the accelerator with a name in any spelling; None if the table has none."""
-    wanted = _normalized(kind)
+    name = _normalized(kind)
     for item in ACCELERATORS.values():
-        if wanted in map(_normalized, (item.name, *item.aliases)):
+        if name in map(_normalized, (item.name, *item.aliases)):
             return item
-    sizes = [item for item in ACCELERATORS.values() if _normalized(item.name.rpartition("-")[0]) == wanted]
+    sizes = [item for item in ACCELERATORS.values() if _normalized(item.name.rpartition("-")[0]) == name]
     return sizes[0] if len(sizes) == 1 else None
 
 
@@ -251,15 +251,15 @@ class Cluster:
         """
         nodes: list[Node] = []
         for part in text.replace(" ", "").split("+"):
-            found = _PART.fullmatch(part)
-            if found is None or not int(found["each"]) or found["nodes"] == "0":
+            match = _PART.fullmatch(part)
+            if match is None or not int(match["each"]) or match["nodes"] == "0":
                 raise ResourceError(
                     f"{part!r} is not a cluster", where=text, remedy="write nodes x accelerators x kind: 4x8xH100-80GB"
                 )
-            network = float(found["network"] or 0) * 1e9 / 8
-            for _ in range(int(found["nodes"] or 1)):
-                node = _described_node(f"node-{len(nodes)}", int(found["each"]), found["kind"], network, text)
-                nodes.append(replace(node, region=found["region"] or "", preemptible=bool(found["spot"])))
+            network = float(match["network"] or 0) * 1e9 / 8
+            for _ in range(int(match["nodes"] or 1)):
+                node = _described_node(f"node-{len(nodes)}", int(match["each"]), match["kind"], network, text)
+                nodes.append(replace(node, region=match["region"] or "", preemptible=bool(match["spot"])))
         return cls(nodes=tuple(nodes))
 
     @classmethod
@@ -270,9 +270,9 @@ class Cluster:
             ResourceError: it cannot be reached, or no node is alive.
         """
         # By name: core must not import Ray.
-        found = importlib.import_module("trainwright.ray_cluster.discovery")
-        found.connect()
-        cluster: Cluster = found.discover()
+        discovery = importlib.import_module("trainwright.ray_cluster.discovery")
+        discovery.connect()
+        cluster: Cluster = discovery.discover()
         return cluster
 
     @property
@@ -313,7 +313,7 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """Number of workers of a job that names no number.
+        """Number of workers of a job that sets none.
 
         One for each accelerator; without accelerators two CPU slots on each node of two CPUs or more, each with
         its share of the node's threads.
@@ -333,9 +333,9 @@ class Cluster:
         return bool(self.possible or self.coming)
 
     def grown(self, number: int) -> Cluster:
-        """Return the cluster with a number of its possible nodes, the first ones."""
-        asked = tuple(replace(node, coming=True) for node in self.possible[:number])
-        return replace(self, nodes=(*self.nodes, *asked), possible=self.possible[number:])
+        """Return the cluster with the first `number` of its possible nodes."""
+        new_nodes = tuple(replace(node, coming=True) for node in self.possible[:number])
+        return replace(self, nodes=(*self.nodes, *new_nodes), possible=self.possible[number:])
 
     def only(self, accelerator: str) -> Cluster:
         """Return the nodes with an accelerator."""
@@ -345,13 +345,13 @@ class Cluster:
 
     def of_kind(self, kind: str) -> Cluster:
         """Return the nodes with a model of accelerator, in any spelling that the table knows."""
-        known = find_accelerator(kind)
+        accelerator = find_accelerator(kind)
         return Cluster(
             nodes=tuple(
                 node
                 for node in self.nodes
                 if node.accelerators
-                and (node.kind == kind or (known is not None and find_accelerator(node.kind) == known))
+                and (node.kind == kind or (accelerator is not None and find_accelerator(node.kind) == accelerator))
             )
         )
 
@@ -364,19 +364,19 @@ class Cluster:
         kinds = " and ".join(kind for kind in self.kinds if kind) or self.accelerator
         devices = f"{self.accelerators} {kinds}" if self.accelerators else "no accelerators"
         regions = len({node.region for node in self.nodes})
-        apart = f", in {regions} regions" if regions > 1 else ""
+        region_text = f", in {regions} regions" if regions > 1 else ""
         spot = f", {self.preemptible} preemptible" if self.preemptible else ""
         coming = f", {len(self.coming)} to be started first" if self.coming else ""
         nodes, cpus = ("s" if number != 1 else "" for number in (count, self.cpus))
-        return f"{count} node{nodes}, {self.cpus:g} CPU{cpus}, {devices}{apart}{spot}{coming}"
+        return f"{count} node{nodes}, {self.cpus:g} CPU{cpus}, {devices}{region_text}{spot}{coming}"
 
 
-def _described_node(name: str, each: int, kind: str, network: float, text: str) -> Node:
+def _described_node(name: str, count: int, kind: str, network: float, text: str) -> Node:
     """Return a node of a text description."""
     if kind.upper() == "CPU":
-        return Node(name=name, cpus=each, memory_bytes=each * _CPU_MEMORY_BYTES, network_bytes_per_s=network)
-    found: Accelerator | None = find_accelerator(kind)
-    if found is None:
+        return Node(name=name, cpus=count, memory_bytes=count * _CPU_MEMORY_BYTES, network_bytes_per_s=network)
+    accelerator: Accelerator | None = find_accelerator(kind)
+    if accelerator is None:
         raise ResourceError(
             f"the accelerator {kind!r} is not known",
             where=text,
@@ -385,10 +385,10 @@ def _described_node(name: str, each: int, kind: str, network: float, text: str) 
         )
     return Node(
         name=name,
-        cpus=12.0 * each,
-        memory_bytes=2 * each * found.memory_bytes,
-        accelerators=each,
-        accelerator=found.resource,
-        kind=found.name,
+        cpus=12.0 * count,
+        memory_bytes=2 * count * accelerator.memory_bytes,
+        accelerators=count,
+        accelerator=accelerator.resource,
+        kind=accelerator.name,
         network_bytes_per_s=network,
     )

@@ -258,15 +258,15 @@ class Plan:
     def resized(self, workers: int) -> Plan:
         """Return the plan on more or fewer workers: the data dimension changes, the global batch does not.
 
-        On fewer workers there are more micro-batches, so that none is larger than it was planned; of an interleaved
-        pipeline they stay a multiple of its stages.
+        On fewer workers there are more micro-batches, so that none is larger than planned; an interleaved pipeline
+        keeps a multiple of its stages.
 
         Raises:
             ValueError: a whole replica of the model needs a multiple of that many workers.
         """
         replica = self.mesh.size // self.mesh.data
-        data, rest = divmod(workers * self.devices_per_worker, replica)
-        if rest or not data:
+        data, remainder = divmod(workers * self.devices_per_worker, replica)
+        if remainder or not data:
             raise ValueError(
                 f"the devices of {workers} workers are not a multiple of the {replica} that hold a replica"
             )
@@ -276,10 +276,10 @@ class Plan:
         return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
     def feed_of(self, worker: int) -> FeedAssignment:
-        """Return which data ranks a worker is fed, and whether it needs inputs.
+        """Return the data ranks of a worker, and whether it needs inputs.
 
-        A coordinator's rank 0 holds all data ranks and the others none. Servers have none, and a worker that steps
-        alone has one to begin with.
+        A coordinator's rank 0 holds all data ranks and the other ranks none. Servers have none, and a worker that
+        steps independently begins with one.
         """
         total, device = self.mesh.data_ranks, worker * self.devices_per_worker
         if self.topology == "coordinator":
@@ -287,8 +287,8 @@ class Plan:
         if self.topology == "independent":
             share = (worker - self.servers) % total
             return FeedAssignment(data_ranks=range(share, share + (worker >= self.servers)), total=total)
-        first = self.mesh.data_rank_of(device)
-        ranks = range(first, first + self.devices_per_worker)
+        first_rank = self.mesh.data_rank_of(device)
+        ranks = range(first_rank, first_rank + self.devices_per_worker)
         return FeedAssignment(data_ranks=ranks, total=total, inputs=self.mesh.stage_of(device) == 0)
 
 
@@ -390,15 +390,15 @@ _COMMA = re.compile(r",(?![^()]*\))")  # not one between parentheses
 
 def _parse_plan(text: str) -> dict[str, Any]:
     """Return the fields of a plan for a text of `Plan.parse`, with defaults for the rest."""
-    given = _parse_fields(text)
-    mesh, zero = _mesh_of(given)
+    fields = _parse_fields(text)
+    mesh, zero = _mesh_of(fields)
     if mesh.pipeline > 1:
-        given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
-    if given.get("schedule") in _CHUNKED_SCHEDULES:
-        given = {"chunks": 2} | given
-    alone = {"topology": "independent", "consistency": "sync"} if "servers" in given else {}
-    strategy = _strategy_of(mesh, servers=given.get("servers", 0), local_steps=given.get("local_steps", 1))
-    return {"strategy": strategy, "mesh": mesh, **alone, **given, "zero": zero}
+        fields = {"micro_batch": 0 if "accumulation" in fields else 1, "schedule": "1f1b"} | fields
+    if fields.get("schedule") in _CHUNKED_SCHEDULES:
+        fields = {"chunks": 2} | fields
+    server_defaults = {"topology": "independent", "consistency": "sync"} if "servers" in fields else {}
+    strategy = _strategy_of(mesh, servers=fields.get("servers", 0), local_steps=fields.get("local_steps", 1))
+    return {"strategy": strategy, "mesh": mesh, **server_defaults, **fields, "zero": zero}
 
 
 def single_device_spec(text: str) -> str:
@@ -409,35 +409,35 @@ def single_device_spec(text: str) -> str:
 
 def _parse_fields(text: str) -> dict[str, Any]:
     """Return the values of a text by name."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in _COMMA.split(text))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name in given:
+        if name in values:
             raise PlanError(f"{name}= is given twice", where=text, remedy="leave one of them out")
-        given[name] = _parse_value(name, value, text)
-    problem = chunk_problem(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
+        values[name] = _parse_value(name, value, text)
+    problem = chunk_problem(values["schedule"], values["chunks"]) if {"schedule", "chunks"} <= values.keys() else ""
     if problem:
         raise PlanError(problem, where=text, remedy="leave chunks= out")
-    return given
+    return values
 
 
-def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
+def _mesh_of(values: dict[str, Any]) -> tuple[Mesh, int]:
     """Remove the degrees from the values; return the mesh and what is sharded."""
-    if "schedule" in given and given.get("pp", 1) == 1:
+    if "schedule" in values and values.get("pp", 1) == 1:
         raise PlanError(
-            f"schedule={given['schedule']} is of a pipeline, and the plan has one stage",
+            f"schedule={values['schedule']} is of a pipeline, and the plan has one stage",
             where="plan",
             remedy="add pp=2 or more, or leave schedule= out",
         )
-    if given.get("zero", 0) > 1 and given.get("pp", 1) > 1:
+    if values.get("zero", 0) > 1 and values.get("pp", 1) > 1:
         raise PlanError(
-            f"zero={given['zero']}: a pipeline sums the gradients of all micro-batches whole, which is ZeRO-1",
+            f"zero={values['zero']}: a pipeline sums the gradients of all micro-batches whole, which is ZeRO-1",
             where="plan",
             remedy="use zero=1",
         )
-    numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
-    most = 1 if numbers["pp"] > 1 else 3  # a pipeline gathers parameters and divides gradients once a step
-    zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)
+    numbers = {name: values.pop(name, 1) for name in ("dp", "tp", "pp")}
+    default_zero = 1 if numbers["pp"] > 1 else 3  # a pipeline gathers parameters and divides gradients once a step
+    zero, fsdp = values.get("zero", default_zero if "fsdp" in values else 0), values.pop("fsdp", None)
     data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
     return Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"]), zero
 
@@ -465,14 +465,14 @@ def _format_plan(plan: Plan) -> str:
         "local_steps": plan.local_steps,
         "outer": plan.outer,
     }
-    idle = {
+    defaults = {
         "zero": 0, "offload": 0, "sequence": 0, "micro_batch": 0, "schedule": "", "recompute": "none", "servers": 0,
         "consistency": "sync" if plan.servers else "", "wire": "full", "outer": "",
     }  # fmt: skip
-    kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
+    shown_parts = {name: value for name, value in parts.items() if value != defaults.get(name, 1)}
     if mesh.pipeline > 1 and not plan.micro_batch:
-        kept["accumulation"] = plan.accumulation
-    return ",".join(f"{name}={value}" for name, value in kept.items())
+        shown_parts["accumulation"] = plan.accumulation
+    return ",".join(f"{name}={value}" for name, value in shown_parts.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,13 +487,13 @@ class PlanConstraints:
     @classmethod
     def parse(cls, text: str) -> PlanConstraints:
         """Parse a job's `plan=`. Raises PlanError for an unknown name or value."""
-        given = _parse_fields(text)
-        if "precision" in given:
+        choices = _parse_fields(text)
+        if "precision" in choices:
             raise PlanError("precision is a field of the job", where=text, remedy="write precision= beside plan=")
-        if not {"dp", "fsdp", "tp", "pp"} & given.keys():
-            return cls(text=text, choices=given)
-        mesh, zero = _mesh_of(given)
-        return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
+        if not {"dp", "fsdp", "tp", "pp"} & choices.keys():
+            return cls(text=text, choices=choices)
+        mesh, zero = _mesh_of(choices)
+        return cls(text=text, mesh=mesh, choices=choices | {"zero": zero})
 
     @property
     def reduces_in_half(self) -> bool:
@@ -501,32 +501,32 @@ class PlanConstraints:
         return self.choices.get("wire") == "bf16" and bool(self.choices.get("zero"))
 
     def beside(self, choices: Mapping[str, Any]) -> PlanConstraints:
-        """Return these and further choices, which a job has as options of their own.
+        """Return these constraints with further choices, which are separate options of a job.
 
         Raises:
-            PlanError: one of them is given twice, and differs.
+            PlanError: a choice is given twice with different values.
         """
         for name, value in choices.items():
             if self.choices.get(name, value) != value:
-                said = f"{name}={value!r} is not the {name}={self.choices[name]} of plan={self.text!r}"
-                raise PlanError(said, where="plan", remedy="leave one of them out")
+                problem = f"{name}={value!r} is not the {name}={self.choices[name]} of plan={self.text!r}"
+                raise PlanError(problem, where="plan", remedy="leave one of them out")
         return replace(self, fields=choices, choices={**self.choices, **choices})
 
     def __str__(self) -> str:
         """Return the options of the job: `plan='dp=2', consistency='async'`."""
-        given = {"plan": self.text} if self.text else {}
-        return ", ".join(f"{name}={value!r}" for name, value in {**given, **self.fields}.items())
+        options = {"plan": self.text} if self.text else {}
+        return ", ".join(f"{name}={value!r}" for name, value in {**options, **self.fields}.items())
 
     def allow(self, plan: Plan) -> bool:
         """Return whether a plan meets the constraints."""
         if self.mesh is not None and self.mesh != plan.mesh:
             return False
-        found = {name: getattr(plan, name) for name in self.choices}
-        if "consistency" in found:  # ranks that step together need no word for it
-            found["consistency"] = plan.consistency or "sync"
-        if "micro_batch" in found:
-            found["micro_batch"] = plan.micro_batches(plan.batch_size)[1]
-        return found == dict(self.choices)
+        plan_choices = {name: getattr(plan, name) for name in self.choices}
+        if "consistency" in plan_choices:  # empty in plans whose ranks step together
+            plan_choices["consistency"] = plan.consistency or "sync"
+        if "micro_batch" in plan_choices:
+            plan_choices["micro_batch"] = plan.micro_batches(plan.batch_size)[1]
+        return plan_choices == dict(self.choices)
 
 
 def _strategy_of(mesh: Mesh, *, servers: int = 0, local_steps: int = 1) -> str:
@@ -547,15 +547,15 @@ def _parse_value(name: str, value: str, text: str) -> Any:
     if name in _FIELD_PARSERS:
         return str(_FIELD_PARSERS[name](value))
     if name in _UNAVAILABLE:
-        what, instead = _UNAVAILABLE[name]
-        raise PlanError(f"{name}=: {what} is not available", where=text, remedy=instead)
+        feature, instead = _UNAVAILABLE[name]
+        raise PlanError(f"{name}=: {feature} is not available", where=text, remedy=instead)
     if name not in _NUMBER_FIELDS:
-        known = (*_NUMBER_FIELDS, *_FIELD_CHOICES, *_FIELD_PARSERS)
-        raise PlanError(f"{name!r} is not a part of a plan", where=text, remedy=nearest(name, known))
-    least, most = _FIELD_BOUNDS.get(name, (1, None))
-    if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
-        wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")
-        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}={most or 2}, for one")
+        names = (*_NUMBER_FIELDS, *_FIELD_CHOICES, *_FIELD_PARSERS)
+        raise PlanError(f"{name!r} is not a part of a plan", where=text, remedy=nearest(name, names))
+    least, top = _FIELD_BOUNDS.get(name, (1, None))
+    if not value.isdigit() or int(value) < least or (top is not None and int(value) > top):
+        expected = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(top or 0, f"a whole number from {least}")
+        raise PlanError(f"{name}={value!r} must be {expected}", where=text, remedy=f"write {name}={top or 2}, for one")
     return bool(int(value)) if name in ("offload", "sequence") else int(value)
 
 
@@ -565,33 +565,33 @@ def _parse_value(name: str, value: str, text: str) -> Any:
 def assign_nodes(mesh: Mesh, rooms: Sequence[int], devices: int = 1) -> tuple[int, ...]:
     """Return the node of each worker.
 
-    Tensor groups cross nodes only where there is no room for all of them inside. Where they fit, as many pieces as can
-    have copies on two nodes: a node that holds q workers holds all copies of max(0, q - (data - 1) * replica) pieces,
-    and no order of ranks does better.
+    Tensor groups cross nodes only if they do not all fit within nodes. If they fit, as many pieces as possible have
+    copies on two nodes: a node with q workers holds all copies of max(0, q - (data - 1) * replica) pieces, and no order
+    of ranks does better.
 
     Args:
         mesh: degrees.
-        rooms: workers that each node has room for, in the order in which nodes are filled; `mesh.size // devices` or
-            more in all.
+        rooms: capacity of each node in workers, in the order in which nodes are filled; `mesh.size // devices` or more
+            in all.
         devices: ranks of a worker.
 
     Raises:
-        ValueError: there is not room for all.
+        ValueError: the capacity is too small.
     """
     size, together = mesh.size // devices, tensor_workers(mesh, devices)
     if sum(rooms) < size:
         raise ValueError(f"{size} workers do not fit into {sum(rooms)} places")
-    left, found = list(rooms), [0] * size
-    whole = [node for node, room in enumerate(rooms) for _ in range(room // together)]
-    for number, first in enumerate(_tensor_groups(mesh, devices)):
-        if number < len(whole):
-            nodes = [whole[number]] * together
+    free, node_of_worker = list(rooms), [0] * size
+    group_nodes = [node for node, room in enumerate(rooms) for _ in range(room // together)]
+    for number, first_worker in enumerate(_tensor_groups(mesh, devices)):
+        if number < len(group_nodes):
+            nodes = [group_nodes[number]] * together
         else:
-            nodes = [node for node, room in enumerate(left) for _ in range(room)][:together]
-        for worker, node in enumerate(nodes, first):
-            found[worker] = node
-            left[node] -= 1
-    return tuple(found)
+            nodes = [node for node, room in enumerate(free) for _ in range(room)][:together]
+        for worker, node in enumerate(nodes, first_worker):
+            node_of_worker[worker] = node
+            free[node] -= 1
+    return tuple(node_of_worker)
 
 
 def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tuple[int, ...]:
@@ -599,16 +599,16 @@ def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tup
     free: dict[Hashable, list[int]] = {}
     for place, node in enumerate(nodes):
         free.setdefault(node, []).append(place)
-    places = [iter(found) for found in free.values()]
-    return tuple(next(places[node]) for node in assign_nodes(mesh, [len(found) for found in free.values()], devices))
+    places = [iter(slots) for slots in free.values()]
+    return tuple(next(places[node]) for node in assign_nodes(mesh, [len(slots) for slots in free.values()], devices))
 
 
 def slots_per_node(capacities: Sequence[int], count: int, *, close: bool) -> tuple[int, ...]:
     """Return how many slots each node gets: evenly over the fewest nodes if `close`, else over all."""
     largest = sorted(range(len(capacities)), key=lambda node: -capacities[node])
     if close:
-        held = accumulate(capacities[node] for node in largest)
-        largest = largest[: 1 + sum(room < count for room in held)]
+        room_sums = accumulate(capacities[node] for node in largest)
+        largest = largest[: 1 + sum(room < count for room in room_sums)]
     rooms = [0] * len(capacities)
     for _ in range(min(count, sum(capacities))):
         rooms[min((rooms[node], node) for node in largest if rooms[node] < capacities[node])[1]] += 1
@@ -622,10 +622,10 @@ def tensor_workers(mesh: Mesh, devices: int = 1) -> int:
 
 def ranks_by_node(nodes: Iterable[str]) -> dict[str, str]:
     """Return the ranks on each node in the form of `format_ranges`, from the node of each rank."""
-    found: dict[str, list[int]] = {}
+    ranks_of_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return {node: format_ranges(ranks) for node, ranks in found.items()}
+        ranks_of_node.setdefault(node, []).append(rank)
+    return {node: format_ranges(ranks) for node, ranks in ranks_of_node.items()}
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
@@ -649,4 +649,4 @@ def _tensor_groups(mesh: Mesh, devices: int) -> list[int]:
         for stage in range(mesh.pipeline)
         for shard in range(mesh.shard)
     )
-    return list(dict.fromkeys(first // devices for first in firsts))
+    return list(dict.fromkeys(worker // devices for worker in firsts))
