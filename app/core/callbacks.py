@@ -83,8 +83,8 @@ class CallbackContext:
         if not isinstance(text, str):
             raise JobError([f"log_text({name!r}): give a str, not {type(text).__name__}"])
         if len(text) > _MAX_CHARACTERS:
-            what = f"{len(text):,} characters are more than {_MAX_CHARACTERS:,}"
-            raise JobError([f"log_text({name!r}): {what}: log a part"])
+            problem = f"{len(text):,} characters are more than {_MAX_CHARACTERS:,}"
+            raise JobError([f"log_text({name!r}): {problem}: log a part"])
         self._log(name, text=redact(text.encode(errors="replace").decode()))  # in characters that UTF-8 has
 
     def _log(self, name: str, **content: Any) -> None:
@@ -107,7 +107,7 @@ class Callbacks:
 
     Raises:
         JobError: `make` does not return callbacks.
-        UserCodeError: it raised.
+        UserCodeError: `make` raised.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class Callbacks:
         emit: Callable[[MediaLogged], object],
     ) -> None:
         with user_code("callbacks()", "correct the function"):
-            self._callbacks = _checked(make())
+            self._callbacks = _check_callbacks(make())
         self._show_model, self._epoch_steps, self._emit = show_model, epoch_steps, emit
         self._called = 0  # newest step whose calls have returned
-        self._checkpoints = set[str]()  # of which they were told
+        self._announced_checkpoints = set[str]()  # URIs
 
     @property
     def announces(self) -> bool:
-        """Whether one of them wants to be told of checkpoints."""
-        return any(callable(getattr(each, "after_checkpoint", None)) for each in self._callbacks)
+        """Whether a callback has the method `after_checkpoint`."""
+        return any(callable(getattr(callback, "after_checkpoint", None)) for callback in self._callbacks)
 
     def after_step(self, report: StepReport) -> None:
         """Call what follows a step. Raises UserCodeError."""
@@ -144,15 +144,15 @@ class Callbacks:
 
     def after_checkpoint(self, step: int, uri: str) -> None:
         """Call what follows a committed checkpoint, once for each. Raises UserCodeError."""
-        if uri not in self._checkpoints:
+        if uri not in self._announced_checkpoints:
             self._call("after_checkpoint", step, {}, uri)
-            self._checkpoints.add(uri)
+            self._announced_checkpoints.add(uri)
 
     def after_recovery(self, step: int, report: StepReport | None) -> None:
         """Call what follows a recovery at `step`; nothing at the start of a run. Raises UserCodeError.
 
         Args:
-            report: of that step, where another process than this one may have ended before it had made its calls.
+            report: of that step; an earlier process may have ended before its calls.
         """
         self._called = min(self._called, step)
         if step:
@@ -162,36 +162,36 @@ class Callbacks:
 
     def _call(self, method: str, step: int, metrics: Mapping[str, float], checkpoint: str = "") -> None:
         """Call a method of all callbacks that have it, in their order."""
-        calls = [(each, call) for each in self._callbacks if callable(call := getattr(each, method, None))]
+        calls = [(callback, call) for callback in self._callbacks if callable(call := getattr(callback, method, None))]
         if not calls:
             return
-        with GENERATORS_LOCK, ExitStack() as shown:
+        with GENERATORS_LOCK, ExitStack() as stack:
             context = CallbackContext(
                 step=step, epoch=step // self._epoch_steps, metrics=metrics, checkpoint=checkpoint, emit=self._emit,
-                show_model=lambda: shown.enter_context(self._show_model()),
+                show_model=lambda: stack.enter_context(self._show_model()),
             )  # fmt: skip
-            for each, call in calls:
-                what = f"{type(each).__name__}.{method}() of callbacks="
-                with user_code(what, _REMEDY, where=f"rank 0, after step {step}"):
+            for callback, call in calls:
+                source = f"{type(callback).__name__}.{method}() of callbacks="
+                with user_code(source, _REMEDY, where=f"rank 0, after step {step}"):
                     call(context)
 
 
-def _checked(made: Any) -> list[Any]:
-    """Return the callbacks. Raises JobError where one is none."""
-    if not isinstance(made, list | tuple):
-        raise JobError([f"callbacks() returned a {type(made).__name__}: return a list of objects"])
+def _check_callbacks(callbacks: Any) -> list[Any]:
+    """Return the callbacks. Raises JobError for an object that is no callback."""
+    if not isinstance(callbacks, list | tuple):
+        raise JobError([f"callbacks() returned a {type(callbacks).__name__}: return a list of objects"])
     problems = []
-    for each in made:
-        if isinstance(each, type):
-            problems.append(f"callbacks() returned the class {each.__name__}: return objects, {each.__name__}()")
-        elif not any(callable(getattr(each, method, None)) for method in _METHODS):
+    for item in callbacks:
+        if isinstance(item, type):
+            problems.append(f"callbacks() returned the class {item.__name__}: return objects, {item.__name__}()")
+        elif not any(callable(getattr(item, method, None)) for method in _METHODS):
             problems.append(
-                f"callbacks() returned a {type(each).__name__}, which has none of the methods that are called: give it "
+                f"callbacks() returned a {type(item).__name__}, which has none of the methods that are called: give it "
                 f"one of {', '.join(f'{method}(context)' for method in _METHODS)}"
             )
     if problems:
         raise JobError(problems)
-    return list(made)
+    return list(callbacks)
 
 
 # --- Images and texts that callbacks send to TensorBoard and the trackers ---------------------------------------------
@@ -208,9 +208,9 @@ def encode_image(name: str, image: Any) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise JobError([f"log_image({name!r}) needs Pillow on the workers: pip install pillow"]) from error
     if hasattr(image, "savefig"):
-        drawn = io.BytesIO()
-        image.savefig(drawn, format="png")
-        image = drawn.getvalue()
+        buffer = io.BytesIO()
+        image.savefig(buffer, format="png")
+        image = buffer.getvalue()
     if isinstance(image, bytes):
         try:
             image = Image.open(io.BytesIO(image))
@@ -240,13 +240,13 @@ def _from_array(name: str, image: Any, pillow: Any) -> Any:
         pixels = pixels[:, :, None]
     if pixels.dtype == object or pixels.ndim != 3 or pixels.shape[2] not in _MODES or not pixels.size:
         shape = f" of shape {tuple(np.shape(image))}" if hasattr(image, "shape") else ""
-        wanted = "(height, width), (height, width, 1, 3 or 4) or (1, 3 or 4, height, width)"
-        raise JobError([f"log_image({name!r}): {type(image).__name__}{shape} is not an image: give an array {wanted}"])
+        shapes = "(height, width), (height, width, 1, 3 or 4) or (1, 3 or 4, height, width)"
+        raise JobError([f"log_image({name!r}): {type(image).__name__}{shape} is not an image: give an array {shapes}"])
     if np.issubdtype(pixels.dtype, np.floating):
-        least, most = pixels.min(), pixels.max()
-        if not (least >= -1e-6 and most <= 1 + 1e-6):
-            found = f"floats from {least:.3g} to {most:.3g}"
-            raise JobError([f"log_image({name!r}): {found}: give floats from 0 to 1, or uint8 from 0 to 255"])
+        lowest, highest = pixels.min(), pixels.max()
+        if not (lowest >= -1e-6 and highest <= 1 + 1e-6):
+            value_range = f"floats from {lowest:.3g} to {highest:.3g}"
+            raise JobError([f"log_image({name!r}): {value_range}: give floats from 0 to 1, or uint8 from 0 to 255"])
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0).astype(np.uint8)
     elif pixels.dtype == bool:
         pixels = pixels.astype(np.uint8) * 255

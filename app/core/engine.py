@@ -167,9 +167,9 @@ def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     rows = [_row_array(row) for row in column]
     kinds = {row.dtype.kind for row in rows}
     if not kinds <= set("biufc"):
-        held = sorted({type(row).__name__ for row in column})
+        type_names = sorted({type(row).__name__ for row in column})
         raise DataError(
-            f"column {name!r} holds {', '.join(held)}, of which there are no tensors",
+            f"column {name!r} holds {', '.join(type_names)}, of which there are no tensors",
             where=f"column {name!r}",
             remedy="turn it into numbers in a transform of the data set: text as indices, lists within a row as "
             "lists of one length; or use collate=",
@@ -188,9 +188,9 @@ def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _row_array(row: Any) -> npt.NDArray[Any]:
-    """Return a row as an array; of lists of lists, which files give as arrays of arrays, one that has all dimensions.
+    """Return a row as an array with all dimensions, also for lists of lists, which files give as arrays of arrays.
 
-    Lists of different lengths within the row make an array of objects.
+    Lists of different lengths within the row become an array of objects.
     """
     if isinstance(row, np.ndarray) and row.dtype == object and row.ndim:
         row = [_row_array(item) for item in row]
@@ -205,9 +205,9 @@ def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.N
     rows = [_row_array(row) for row in column]
     for row, sample in zip(rows, samples, strict=True):
         if not row.ndim or row.dtype.kind not in "biufc":
-            held = "a single value" if not row.ndim and row.dtype.kind in "biufc" else f"{row.dtype} values"
+            content = "a single value" if not row.ndim and row.dtype.kind in "biufc" else f"{row.dtype} values"
             raise DataError(
-                f"column {name!r} cannot be padded: a row is {held}",
+                f"column {name!r} cannot be padded: a row is {content}",
                 where=f"sample {sample}",
                 remedy="pad only columns whose rows are arrays of numbers",
             )
@@ -245,8 +245,8 @@ def _padding_value(name: str, pad: Pad, dtype: np.dtype[Any]) -> Any:
 
 def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any]:
     """Check the columns that the user's function returned."""
-    shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
-    where = f"samples {shown}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
+    sample_text = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
+    where = f"samples {sample_text}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
     columns = copy_objects(batch.columns)
     with user_code("collate=", "correct the function, or the rows it was given", where):
         result = function(columns)
@@ -256,8 +256,8 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
             where=where,
             remedy="return a dict of arrays or tensors by name",
         )
-    made = {str(name): _as_array(str(name), value, where) for name, value in result.items()}
-    for name, value in made.items():
+    arrays = {str(name): _as_array(str(name), value, where) for name, value in result.items()}
+    for name, value in arrays.items():
         rows = value.shape[0] if len(value.shape) else 0
         if rows != batch.rows:
             raise DataError(
@@ -265,7 +265,7 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
                 where=where,
                 remedy="return one row for each row given, in the same order; leave rows out with dataset.filter",
             )
-    return made
+    return arrays
 
 
 def _as_array(name: str, value: Any, where: str) -> Any:
@@ -352,13 +352,13 @@ class ModelSpec:
             problems.append('compile="xla" is for TensorFlow models: leave it out')
         if self.compile == "inductor" and not capabilities.inductor:
             problems.append('compile="inductor" is for torch models: leave it out')
-        whole = 'strategy="data_parallel" or "one_device" with a torch model'
+        requirement = 'strategy="data_parallel" or "one_device" with a torch model'
         if self.batch_norm == "sync" and not capabilities.synchronized_batch_norm:
-            problems.append(f'batch_norm="sync" needs {whole}; Keras has BatchNormalization(synchronized=True)')
+            problems.append(f'batch_norm="sync" needs {requirement}; Keras has BatchNormalization(synchronized=True)')
         if isinstance(self.optimizer, Mapping) and not capabilities.custom_steps:
-            problems.append(f"several optimizers need {whole}")
+            problems.append(f"several optimizers need {requirement}")
         if self.local_state and not capabilities.local_state:
-            problems.append(f"local_state= needs {whole}")
+            problems.append(f"local_state= needs {requirement}")
         if not capabilities.torch_training:
             problems += self._torch_problems()
         if problems:
@@ -375,8 +375,8 @@ class ModelSpec:
         if self.weight_average is not None:
             yield f"weight_average= {needs}: leave it out; Keras' optimizers have use_ema="
         if names := self._step_keywords:
-            given = "step=" if self.step else "loss="
-            yield f"{given} takes {names[0]}=, which {needs}: leave it out, and count steps in a variable of the model"
+            option = "step=" if self.step else "loss="
+            yield f"{option} takes {names[0]}=, which {needs}: leave it out, and count steps in a variable of the model"
         if not self.save_frozen:
             yield f"save_frozen=False {needs}: leave it out"
         if self.initial_weights is not None:
@@ -411,9 +411,9 @@ class ModelSpec:
         return function(list(named) if any(pairs) else [parameter for _, parameter in named])
 
     def make_scheduler(self, optimizer: Any) -> Any:
-        """Return what `schedule=` makes of the optimizer. Raises what the user's function raises.
+        """Return the scheduler of `schedule=` for the optimizer. Raises the errors of the user's function.
 
-        A parameter `total_steps` or `num_training_steps` that is not set gets how often the scheduler counts on.
+        An unset parameter `total_steps` or `num_training_steps` gets the number of the scheduler's steps.
         """
         assert callable(self.schedule), "takes_optimizer(schedule)"
         length = self.epochs if self.schedule_by == "epoch" else self.total_steps
@@ -433,10 +433,10 @@ def takes_optimizer(schedule: Any) -> bool:
 
 
 def unset_parameters(schedule: Callable[..., Any]) -> list[str]:
-    """Return the parameters without a value of a function that `takes_optimizer`, beside those that are filled in."""
-    known = [*inspect.signature(schedule).parameters.values()][1:]
-    open_ones = [each for each in known if each.default is each.empty and each.kind not in _ANY_NUMBERS]
-    return [each.name for each in open_ones if each.name not in _LENGTHS]
+    """Return the unset parameters of a function that `takes_optimizer`, without those that `make_scheduler` sets."""
+    parameters = [*inspect.signature(schedule).parameters.values()][1:]
+    unset_items = [item for item in parameters if item.default is item.empty and item.kind not in _ANY_NUMBERS]
+    return [item.name for item in unset_items if item.name not in _LENGTHS]
 
 
 def schedule_by_epoch(
@@ -447,16 +447,16 @@ def schedule_by_epoch(
 
 
 def with_batch_size(schedule: Callable[..., float], batch_size: int) -> Callable[[int, int], float]:
-    """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
-    wanted = parameters_of(schedule).get("batch_size")
-    open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
-    return functools.partial(schedule, batch_size=batch_size) if open_keyword else schedule
+    """Return the schedule; a schedule with a keyword-only `batch_size` gets the job's current one."""
+    keyword = parameters_of(schedule).get("batch_size")
+    is_open = keyword is not None and keyword.kind is keyword.KEYWORD_ONLY and keyword.default is keyword.empty
+    return functools.partial(schedule, batch_size=batch_size) if is_open else schedule
 
 
 def _positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters that can be given by place; none for a function that is not Python's."""
-    known = parameters_of(function).values()
-    return [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, _ANY_NUMBER)]
+    """Return the positional parameters; none for a function without a Python signature."""
+    parameters = parameters_of(function).values()
+    return [item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD, _ANY_NUMBER)]
 
 
 @dataclass(frozen=True, kw_only=True)
