@@ -328,12 +328,11 @@ class NoiseScaleAverage:
             return None
         trace, square, *products, batch = (value / self._weight for value in self._sums)
         means = (trace * trace, trace * square, square * square)
-        left = self._squares / self._weight**2  # of a sample's variance in the average: 1 / their effective number
-        if left >= 1.0 or square <= 0:
+        variance = self._squares / self._weight**2  # in the average, of a sample's variance: 1 / effective number
+        if variance >= 1.0 or square <= 0:
             return None
-        spread = [
-            _DEVIATIONS**2 * left / (1 - left) * (both - mean) for both, mean in zip(products, means, strict=True)
-        ]
+        scale = _DEVIATIONS**2 * variance / (1 - variance)
+        spread = [scale * (product - mean) for product, mean in zip(products, means, strict=True)]
         ends = _interval_ends(means, spread)
         if ends is None or not ends[0] > 0 or ends[1] > _WIDEST_INTERVAL * ends[0]:
             return None
@@ -374,9 +373,9 @@ class PhaseTimes:
         return self.data_s + sum(seconds for phase, seconds in self.medians.items() if "wait" not in phase.split("+"))
 
 
-def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
-    """Merge those with the same phases as the last: medians weighted by steps."""
-    alike = [phases for phases in found if phases.medians.keys() == found[-1].medians.keys()]
+def merge_phase_times(times: Sequence[PhaseTimes]) -> PhaseTimes | None:
+    """Merge the times with the same phases as the last one: medians weighted by steps."""
+    alike = [phases for phases in times if phases.medians.keys() == times[-1].medians.keys()]
     if not alike:
         return None
     weights = [phases.steps for phases in alike]
@@ -391,18 +390,18 @@ def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
     )
 
 
-def slowest_phase_times(found: Iterable[PhaseTimes]) -> PhaseTimes | None:
-    """Return the phases of the rank whose own part of a step takes longest: the others wait for it."""
-    return max(found, key=lambda phases: phases.own_s, default=None)
+def slowest_phase_times(times: Iterable[PhaseTimes]) -> PhaseTimes | None:
+    """Return the phases of the rank whose own part of a step takes longest: the other ranks wait for it."""
+    return max(times, key=lambda phases: phases.own_s, default=None)
 
 
 def least_resources(needs: Iterable[Mapping[str, tuple[float, float]]], name: str) -> float:
     """Return the CPUs or GPUs without which Ray Data cannot execute several data sets at the same time.
 
     Args:
-        needs: of each data set, by resource, what its actors hold and what its largest task takes. Actors stay, and
-            tasks can take turns.
+        needs: of each data set, by resource, the amounts of its actors and of its largest task. Actors stay, and tasks
+            can take turns.
         name: of the resource, `CPU` or `GPU`.
     """
-    found = [each.get(name, (0.0, 0.0)) for each in needs]
-    return sum(held for held, _ in found) + max((task for _, task in found), default=0.0)
+    least = [each.get(name, (0.0, 0.0)) for each in needs]
+    return sum(actors for actors, _ in least) + max((task for _, task in least), default=0.0)

@@ -130,7 +130,7 @@ class CheckpointReader:
         place = f"{self._folder}/{name}"
         if name not in self._files:
             raise _damaged(self._store, place, f"the checkpoint has no file {name!r}, only {', '.join(self._files)}")
-        yield from _portions(self._store, place, self._files[name])
+        yield from _verified_chunks(self._store, place, self._files[name])
 
     def verify(self, name: str) -> None:
         """Read one file without keeping it. Raises the errors of `read`."""
@@ -274,10 +274,10 @@ def delete_unreferenced(store: Store, run: str, keep: Sequence[CheckpointRef]) -
 
 def _folder_order(path: str) -> tuple[int, int, int]:
     """Return token, step and attempt of a checkpoint folder."""
-    found = _FOLDER.fullmatch(path.rpartition("/")[2])
-    if not found:
+    match = _FOLDER.fullmatch(path.rpartition("/")[2])
+    if not match:
         raise ValueError(f"{path!r} is not a checkpoint folder")
-    return int(found.group(2)), int(found.group(1)), int(found.group(3) or 0)
+    return int(match.group(2)), int(match.group(1)), int(match.group(3) or 0)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -290,24 +290,24 @@ def _flat(data: memoryview) -> memoryview:
 
 def _sha256(pieces: Sequence[memoryview]) -> str:
     """Return the checksum of pieces, one after the other."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()
 
 
-def _portions(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:
+def _verified_chunks(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:
     """Yield a file in chunks. Raises CheckpointError at the end where it is not the file of the manifest."""
-    found, taken = hashlib.sha256(), 0
+    digest, size_bytes = hashlib.sha256(), 0
     try:
         for portion in store.stream(place):
-            found.update(portion)
-            taken += len(portion)
+            digest.update(portion)
+            size_bytes += len(portion)
             yield portion
     except MissingFile:
         raise _missing(store, place) from None
-    _check_size(store, place, entry, taken)
-    if found.hexdigest() != entry.sha256:
+    _check_size(store, place, entry, size_bytes)
+    if digest.hexdigest() != entry.sha256:
         raise _damaged(store, place, f"{entry.name} is altered: its checksum is not the one in the manifest")
 
 
@@ -331,9 +331,9 @@ _Value = TypeVar("_Value")
 
 
 def with_checkpoint(job: Job, step: CheckpointChoice, load: Callable[[StateReader], _Value]) -> _Value:
-    """Return what `load` makes of the weights of the run's newest whole checkpoint, or of the one at `step`.
+    """Return the result of `load` for the weights of the run's newest whole checkpoint, or of the one at `step`.
 
-    Each file is verified when it is read. Where one is damaged, the checkpoint before it is loaded.
+    Each file is verified when it is read. If a file is damaged, the previous checkpoint is loaded.
 
     Raises:
         CheckpointError: there is none; names the steps that are kept.
@@ -353,20 +353,20 @@ def find_checkpoint(job: Job, step: CheckpointChoice = None) -> tuple[Store, Che
     Raises:
         CheckpointError: there is none; names the steps that are kept.
     """
-    store, kept, refs = checkpoints_of(job, step)
+    store, kept_steps, refs = checkpoints_of(job, step)
     checkpoint, notes = newest_intact(store, job.name, refs, weights_only=True)
     if checkpoint is None:
-        raise _none_whole(job, step, store, kept, notes)
+        raise _no_intact(job, step, store, kept_steps, notes)
     return store, checkpoint
 
 
 def load_newest(job: Job, step: CheckpointChoice, load: Callable[[CheckpointRef], _Value]) -> _Value:
-    """Return what `load` makes of the newest checkpoint that is not damaged, or of the one at `step`.
+    """Return the result of `load` for the newest checkpoint that is not damaged, or for the one at `step`.
 
     Raises:
         CheckpointError: there is none; names the steps that are kept.
     """
-    store, kept, refs = checkpoints_of(job, step)
+    store, kept_steps, refs = checkpoints_of(job, step)
     notes: list[str] = []
     for checkpoint in reversed(refs):
         try:
@@ -374,21 +374,22 @@ def load_newest(job: Job, step: CheckpointChoice, load: Callable[[CheckpointRef]
         except DamagedCheckpoint as error:
             notes.append(_damage_note(checkpoint, error))
             print(notes[-1], file=sys.stderr)
-    raise _none_whole(job, step, store, kept, notes)
+    raise _no_intact(job, step, store, kept_steps, notes)
 
 
 def checkpoints_of(job: Job, step: CheckpointChoice) -> tuple[Store, str, tuple[CheckpointRef, ...]]:
     """Return the run's store, its steps in words, and the checkpoints that `step` selects, newest last."""
     store = open_store(job.storage)
     entry = RunLog(store, job.name).head()
-    named = entry.checkpoints if entry else ()
-    chosen = _best_step(job, store, named) if step == "best" else step
-    return store, ", ".join(str(ref.step) for ref in named), tuple(ref for ref in named if chosen in (None, ref.step))
+    checkpoints = entry.checkpoints if entry else ()
+    chosen = _best_step(job, store, checkpoints) if step == "best" else step
+    selected = tuple(ref for ref in checkpoints if chosen in (None, ref.step))
+    return store, ", ".join(str(ref.step) for ref in checkpoints), selected
 
 
-def _best_step(job: Job, store: Store, named: Sequence[CheckpointRef]) -> int:
+def _best_step(job: Job, store: Store, refs: Sequence[CheckpointRef]) -> int:
     """Return the step of the best evaluation whose checkpoint is kept. Raises JobError, CheckpointError."""
-    goal, steps = job.checkpointing.best, {ref.step for ref in named}
+    goal, steps = job.checkpointing.best, {ref.step for ref in refs}
     if goal is None:
         raise JobError(['step="best" needs best= in the job: name the metric that was evaluated, such as best="-loss"'])
     evaluations = read_run_summary(store, job.name).ordered_evaluations
@@ -402,13 +403,13 @@ def _best_step(job: Job, store: Store, named: Sequence[CheckpointRef]) -> int:
     return best.step
 
 
-def _none_whole(job: Job, step: CheckpointChoice, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
-    which = {"None": "", "best": " of its best evaluation"}.get(str(step), f" at step {step}")
+def _no_intact(job: Job, step: CheckpointChoice, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
+    selection = {"None": "", "best": " of its best evaluation"}.get(str(step), f" at step {step}")
     missing = "train it first: trainwright fit"
     if "://" not in job.storage and not job.storage.startswith("/"):
         missing += f"; or go to the folder where it was trained, since storage={job.storage!r} is in the current one"
     return CheckpointError(
-        f"the run {job.name!r} has no usable checkpoint{which}",
+        f"the run {job.name!r} has no usable checkpoint{selection}",
         where=store.uri_of(job.name),
         remedy=f"steps kept: {kept}" if kept else missing,
         detail="\n".join(notes),

@@ -65,14 +65,14 @@ class MemoryPart:
     hold: tuple[int, ...] = ()  # older versions that stay
 
 
-def control_group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes that the control groups of this process still allow, caches of files not counted.
+def control_group_room(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the bytes that the control groups of this process still allow, without file caches.
 
-    What is written to shared memory counts as memory of the process that writes it (containers, Slurm).
+    Shared memory counts as memory of the process that writes it (containers, Slurm).
     """
     rooms = [math.inf]
     with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
+        for line in membership.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
             if kinds in ("", "memory"):
                 top = root / kinds
@@ -83,11 +83,11 @@ def control_group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 
 def _room(folder: Path) -> float:
     """Return what one control group, version 2 or 1, allows; infinity without a limit."""
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):
-            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            free_bytes = int((folder / limit).read_text()) - int((folder / usage).read_text())
             facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return max(0, left) + sum(int(facts.get(f"{kind}active_file", 0)) for kind in ("", "in"))
+            return max(0, free_bytes) + sum(int(facts.get(f"{kind}active_file", 0)) for kind in ("", "in"))
     return math.inf
 
 
@@ -117,9 +117,9 @@ class MemoryCheckpointStore:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _make_private(self.folder)
             place.mkdir(mode=0o700, exist_ok=True)
-            own = self.folder / f"{GUARD_FILE}.{os.getpid()}.{threading.get_ident()}"
-            _write(own, json.dumps(asdict(Owner.parent())).encode())
-            own.replace(self.folder / GUARD_FILE)
+            guard_file = self.folder / f"{GUARD_FILE}.{os.getpid()}.{threading.get_ident()}"
+            _write(guard_file, json.dumps(asdict(Owner.parent())).encode())
+            guard_file.replace(self.folder / GUARD_FILE)
         except OSError as error:
             raise _no_room(self.folder, str(error)) from error
         return _MemoryCheckpointWriter(place)
@@ -204,11 +204,11 @@ class _MemoryCheckpointWriter:
 class MemoryCheckpointReader:
     """Reads a version from this node's memory, or with `fetch` from another's. Implements `core.engine.StateReader`."""
 
-    def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: _FetchFile) -> None:
-        self._store, self._version, self._node, self._fetch = store, kept.version, node, fetch
+    def __init__(self, store: MemoryCheckpointStore, copy: MemoryCheckpoint, node: str, fetch: _FetchFile) -> None:
+        self._store, self._version, self._node, self._fetch = store, copy.version, node, fetch
         self.weights_only = False
         self._files: dict[str, dict[str, CheckpointFile]] = {}
-        for item in kept.files:
+        for item in copy.files:
             self._files.setdefault(item.file.name, {})[item.node] = item.file
 
     def names(self) -> tuple[str, ...]:
@@ -221,8 +221,8 @@ class MemoryCheckpointReader:
         troubles = []
         for node in nodes:
             try:
-                here = node == self._node
-                data = self._store.read(self._version, name) if here else self._fetch(node, self._version, name)
+                is_local = node == self._node
+                data = self._store.read(self._version, name) if is_local else self._fetch(node, self._version, name)
             except StorageError as error:
                 troubles.append(f"{node}: {error.what}")
                 continue
@@ -236,7 +236,7 @@ class MemoryCheckpointReader:
         raise _unreadable_copy(self._store.folder / str(self._version) / name, "; ".join(troubles))
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Yield a file, all of which is in memory anyway. Raises as `read`."""
+        """Yield a file as one chunk, since it is in memory anyway. Raises as `read`."""
         yield memoryview(self.read(name))
 
 
@@ -267,29 +267,29 @@ def _write(place: Path, *pieces: bytes | memoryview) -> tuple[int, str]:
 
 def _open_regular_file(path: str, flags: int) -> int:
     """Open a file as opener of `open`, without following links or blocking. Raises OSError for special files."""
-    found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return found
+    return descriptor
 
 
 def _make_private(folder: Path) -> None:
     """Close a folder to all other users. Raises StorageError where it is a link or belongs to another user."""
     try:
-        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise
     except OSError as error:  # a link, a file, a folder that another user has closed
         raise _unsafe_folder(folder, error.strerror or str(error)) from error
     try:
-        about = os.fstat(found)
+        about = os.fstat(descriptor)
         if about.st_uid != os.geteuid():
             raise _unsafe_folder(folder, f"it belongs to the user with id {about.st_uid}")
         if stat.S_IMODE(about.st_mode) != 0o700:
-            os.fchmod(found, 0o700)
+            os.fchmod(descriptor, 0o700)
     finally:
-        os.close(found)
+        os.close(descriptor)
 
 
 def _unsafe_folder(folder: Path, why: str) -> StorageError:
