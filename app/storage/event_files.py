@@ -76,26 +76,26 @@ def find_event_files(store: Store, run: str) -> list[_EventFile]:
 
     Files with other names are ignored. Raises StorageError.
     """
-    found = []
+    files = []
     for path, size_bytes in store.list(events_folder(run)):
         match = _NAME.fullmatch(path.rpartition("/")[2])
         if match:
             first, packed = int(match[2]), match[3] is not None
             last = int(match[3]) if packed else first
-            found.append(
+            files.append(
                 _EventFile(path=path, token=int(match[1]), first=first, last=last, packed=packed, size_bytes=size_bytes)
             )
-    return sorted(found, key=lambda file: (file.token, file.first, -file.last, not file.packed))
+    return sorted(files, key=lambda file: (file.token, file.first, -file.last, not file.packed))
 
 
 def _files_to_read(files: Iterable[_EventFile], covered: _CoveredBatches) -> list[_EventFile]:
     """Return the files needed for the batches not read yet, each batch in one of them; `files` as listed."""
-    found, upto = [], dict(covered)
+    needed, next_batches = [], dict(covered)
     for file in files:
-        if file.last >= upto.get(file.token, 0):
-            found.append(file)
-            upto[file.token] = file.last + 1
-    return found
+        if file.last >= next_batches.get(file.token, 0):
+            needed.append(file)
+            next_batches[file.token] = file.last + 1
+    return needed
 
 
 def _gzip_members(data: bytes) -> Iterator[bytes]:
@@ -327,8 +327,8 @@ class EventCompactor:
         reader = SummaryReader(self._store, self._run)
         summary, covered = reader.read(), reader.covered
         for name, part in ((SUMMARY_FILE, summary), (BRIEF_FILE, summary.brief)):
-            told = {"covered": covered, "folded": part.facts()}
-            self._store.put(events_folder(self._run) + name, json.dumps(told, separators=(",", ":")).encode())
+            summary_file = {"covered": covered, "folded": part.facts()}
+            self._store.put(events_folder(self._run) + name, json.dumps(summary_file, separators=(",", ":")).encode())
         self._delete()
 
     def _pack(self, loose: Sequence[_EventFile], packed: Sequence[_EventFile]) -> None:
@@ -372,9 +372,9 @@ class EventCompactor:
     def _delete(self) -> None:
         files, now_s = find_event_files(self._store, self._run), self._clock()
         trusted = self._trusted(files)
-        kept = _files_to_read(trusted, {})
-        spared = {file.path for file in kept} | {
-            file.path for file in {*files} - {*trusted} if not any(_contains(other, file) for other in kept)
+        needed = _files_to_read(trusted, {})
+        spared = {file.path for file in needed} | {
+            file.path for file in {*files} - {*trusted} if not any(_contains(other, file) for other in needed)
         }
         covered = [file.path for file in files if file.path not in spared]
         self._doomed = {path: self._doomed.get(path, now_s) for path in covered}

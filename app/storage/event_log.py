@@ -85,42 +85,42 @@ class EventBuffer:
 
     def take(self) -> list[Event]:
         """Return all events and remove them."""
-        taken, self.items = self.items, []
+        items, self.items = self.items, []
         self._steps = self._lesser = self.steps_dropped = self.lesser_dropped = 0
-        return taken
+        return items
 
     def _thin(self) -> None:
         self.items = thin_steps(self.items)
-        left = sum(len(item.step) for item in self.items if isinstance(item, Steps))
-        self.steps_dropped += self._steps - left
-        self._steps = left
+        step_count = sum(len(item.step) for item in self.items if isinstance(item, Steps))
+        self.steps_dropped += self._steps - step_count
+        self._steps = step_count
 
     def _drop_lesser(self) -> None:
         places = [place for place, item in enumerate(self.items) if isinstance(item, _MINOR_EVENTS)]
-        gone = set(places[: len(places) // 2])
-        self.items = [item for place, item in enumerate(self.items) if place not in gone]
-        self.lesser_dropped += len(gone)
-        self._lesser -= len(gone)
+        dropped = set(places[: len(places) // 2])
+        self.items = [item for place, item in enumerate(self.items) if place not in dropped]
+        self.lesser_dropped += len(dropped)
+        self._lesser -= len(dropped)
 
 
 def thin_steps(events: Iterable[Event]) -> list[Event]:
     """Return the events with every second record of steps, the newest one included, joined into few events."""
-    found: list[Event] = []
+    thinned: list[Event] = []
     odd = False  # whether the record before was dropped, from the newest one back
     for event in reversed(list(events)):
         if not isinstance(event, Steps):
-            found.append(event)
+            thinned.append(event)
             continue
-        kept = event.every_second(last=not odd)
+        steps = event.every_second(last=not odd)
         odd = odd ^ (len(event.step) % 2 == 1)
-        if not kept.step:
+        if not steps.step:
             continue
-        newer = found[-1] if found else None
-        if isinstance(newer, Steps) and newer.generation == kept.generation and len(newer.step) < _RECORDS_PER_EVENT:
-            found[-1] = kept.followed_by(newer)
+        newer = thinned[-1] if thinned else None
+        if isinstance(newer, Steps) and newer.generation == steps.generation and len(newer.step) < _RECORDS_PER_EVENT:
+            thinned[-1] = steps.followed_by(newer)
         else:
-            found.append(kept)
-    return found[::-1]
+            thinned.append(steps)
+    return thinned[::-1]
 
 
 class EventListener(Protocol):

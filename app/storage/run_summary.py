@@ -103,12 +103,12 @@ class StepTable:
         """All rows."""
         names = [name for name in _TYPES if name != "first"]
         rows = zip(*(self._columns[name] for name in names), strict=True)
-        found = [dict(zip(names, row, strict=True)) for row in rows]
+        records = [dict(zip(names, row, strict=True)) for row in rows]
         logged = self.logged
-        for place, row in enumerate(found):
+        for place, row in enumerate(records):
             row["gradient_norm"] = None if math.isnan(row["gradient_norm"]) else row["gradient_norm"]
             row["logged"] = {name: values[place] for name, values in logged.items()}
-        return tuple(StepRecord(**row) for row in found)
+        return tuple(StepRecord(**row) for row in records)
 
     @property
     def seconds(self) -> float:
@@ -127,22 +127,22 @@ class StepTable:
         if not event.step:
             return
         norms = event.gradient_norm or [None] * len(event.step)
-        found: dict[str, Sequence[Any]] = {
+        columns: dict[str, Sequence[Any]] = {
             "first": event.step, "step": event.step, "count": [1] * len(event.step), "epoch": epochs,
             "loss": event.loss, "learning_rate": event.learning_rate,
             "gradient_norm": [math.nan if norm is None else norm for norm in norms], "samples": event.samples,
             "step_s": event.step_s, "wait_s": event.wait_s, "generation": [event.generation] * len(event.step),
             "typical_s": event.step_s, **{_LOGGED + name: values for name, values in event.logged.items()},
         }  # fmt: skip
-        if any(len(values) != len(event.step) for values in found.values()):
+        if any(len(values) != len(event.step) for values in columns.values()):
             raise ValueError(f"an event of steps {event.step[0]} to {event.step[-1]} has columns of unequal lengths")
-        added, before = len(event.step), len(self)
-        for name in found:
+        added, row_count = len(event.step), len(self)
+        for name in columns:
             if name not in self._columns:
-                self._columns[name] = array("d", [math.nan]) * before
+                self._columns[name] = array("d", [math.nan]) * row_count
         for name, column in self._columns.items():
-            column.extend(found.get(name) or [math.nan] * added)
-        if any(one >= other for one, other in pairwise(self._columns["step"][-added - 1 :])):
+            column.extend(columns.get(name) or [math.nan] * added)
+        if any(earlier >= later for earlier, later in pairwise(self._columns["step"][-added - 1 :])):
             self._replace(len(self) - added)
         if self._most_rows is not None and len(self) > self._most_rows:
             self._merge()
@@ -188,24 +188,24 @@ class StepTable:
         while len(groups) > _OLD:
             self._width *= 2
             fewer = self._groups(old)
-            groups = fewer if len(fewer) < len(groups) else self._groups(old, apart=False)
-        alone = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
-        for name, merged in self._merged(groups[alone:]).items():
-            self._columns[name][alone:old] = merged
+            groups = fewer if len(fewer) < len(groups) else self._groups(old, separate_waits=False)
+        merge_start = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
+        for name, merged in self._merged(groups[merge_start:]).items():
+            self._columns[name][merge_start:old] = merged
 
-    def _groups(self, old: int, *, apart: bool = True) -> list[slice]:
+    def _groups(self, old: int, *, separate_waits: bool = True) -> list[slice]:
         """Return the rows to merge: neighbours of `width` steps together.
 
-        With `apart`, all in a group have waiting times, or none: the mean of mixed ones is not known.
+        With `separate_waits`, all rows of a group have waiting times, or none: a mixed group has no known mean.
         """
-        counts, told = self._columns["count"], self._columns["wait_s"]
-        groups, start, held = list[slice](), 0, 0
+        counts, waits = self._columns["count"], self._columns["wait_s"]
+        groups, start, step_count = list[slice](), 0, 0
         for row in range(old):
-            mixed = apart and row > start and math.isfinite(told[row]) != math.isfinite(told[start])
-            if mixed or held >= self._width:
+            mixed = separate_waits and row > start and math.isfinite(waits[row]) != math.isfinite(waits[start])
+            if mixed or step_count >= self._width:
                 groups.append(slice(start, row))
-                start, held = row, 0
-            held += counts[row]
+                start, step_count = row, 0
+            step_count += counts[row]
         return [*groups, slice(start, old)]
 
     def _merged(self, groups: Sequence[slice]) -> dict[str, array[Any]]:
@@ -218,7 +218,7 @@ class StepTable:
         # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
         typical = first + columns["step"][last] * 40_503 % 65_537 % size
         places = {"first": first, "step": last, "epoch": last, "generation": last, "typical_s": typical}
-        found = {}
+        merged_columns = {}
         for name, values in columns.items():
             if name in places:
                 merged = values[places[name]]
@@ -226,8 +226,8 @@ class StepTable:
                 merged = np.add.reduceat(values, first)
             else:
                 merged = np.where(size == 1, values[first], _means(values, columns["count"], first))
-            found[name] = array(_TYPES.get(name, "d"), merged.tobytes())
-        return found
+            merged_columns[name] = array(_TYPES.get(name, "d"), merged.tobytes())
+        return merged_columns
 
     # --- storage ------------------------------------------------------------------------------------------
 
@@ -239,13 +239,13 @@ class StepTable:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
         """Rebuild a table from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
-        found = cls()
-        found._width = int(facts["width"])
+        table = cls()
+        table._width = int(facts["width"])
         kinds = {**_TYPES, **{name: "d" for name in facts if name.startswith(_LOGGED)}}
-        found._columns = {name: _decoded(facts[name], kind) for name, kind in kinds.items()}
-        if len({len(column) for column in found._columns.values()}) > 1:
+        table._columns = {name: _decoded(facts[name], kind) for name, kind in kinds.items()}
+        if len({len(column) for column in table._columns.values()}) > 1:
             raise ValueError("columns of unequal lengths")
-        return found
+        return table
 
 
 def _encoded(column: array[Any]) -> str:
