@@ -510,8 +510,8 @@ class Job(_JobModel):
     @property
     def given(self) -> frozenset[str]:
         """Names of the fields and options that are set explicitly, without the names of groups."""
-        own = self.model_fields_set - GROUPS.keys()
-        return frozenset(own.union(*(getattr(self, group).model_fields_set for group in GROUPS)))
+        job_fields = self.model_fields_set - GROUPS.keys()
+        return frozenset(job_fields.union(*(getattr(self, group).model_fields_set for group in GROUPS)))
 
     @classmethod
     def advice_on(cls, name: str) -> str:
@@ -525,8 +525,8 @@ class Job(_JobModel):
         """
         plan = single_device_spec(self.planning.plan or "") or None
         several = ("min_workers", "max_workers", "strategy", "consistency", "wire", "local_steps", "outer", *SUMMED_BY)
-        one = {"workers": 1, "devices": 1, "plan": plan, **{name: self.default(name) for name in several}}
-        return self.replace(**{**one, **fields})
+        overrides = {"workers": 1, "devices": 1, "plan": plan, **{name: self.default(name) for name in several}}
+        return self.replace(**{**overrides, **fields})
 
     def start_deadline_s(self, cluster: Cluster) -> float:
         """Return the seconds to wait until a cluster has started the workers."""
@@ -638,12 +638,12 @@ class Job(_JobModel):
 
     def check_plan(self, plan: Plan) -> None:
         """Raise JobError where the plan cannot serve this job."""
-        most = max(plan.mesh.data_ranks, self.scaling.max_workers or 0)
-        if self.batch_size < most:
+        worker_count = max(plan.mesh.data_ranks, self.scaling.max_workers or 0)
+        if self.batch_size < worker_count:
             raise JobError(
                 [
-                    f"batch_size={self.batch_size} is smaller than the {most} data-parallel workers: "
-                    f"set batch_size to {most} or more, or workers={self.batch_size} or fewer"
+                    f"batch_size={self.batch_size} is smaller than the {worker_count} data-parallel workers: "
+                    f"set batch_size to {worker_count} or more, or workers={self.batch_size} or fewer"
                 ]
             )
 
@@ -655,16 +655,16 @@ def _group_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         The fields of a job, and the problems found.
     """
     collected = {name: value for name, value in fields.items() if name not in GROUP_OF}
-    twice = []
+    problems = []
     for name in [name for name in fields if name in GROUP_OF]:
         group = GROUP_OF[name]
         if not isinstance(collected.get(group), _OptionGroup | Mapping | None):
             continue  # a wrong type, which is reported with the group
-        held = _set_options(collected.get(group))
-        if name in held:
-            twice.append(f"{name}= is given twice: by itself and in {group}=")
-        collected[group] = {**held, name: fields[name]}
-    return collected, twice
+        options = _set_options(collected.get(group))
+        if name in options:
+            problems.append(f"{name}= is given twice: by itself and in {group}=")
+        collected[group] = {**options, name: fields[name]}
+    return collected, problems
 
 
 def _set_options(group: _OptionGroup | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -672,9 +672,9 @@ def _set_options(group: _OptionGroup | Mapping[str, Any] | None) -> dict[str, An
     return group.explicit() if isinstance(group, _OptionGroup) else dict(group or {})
 
 
-def _names(given: str | ColumnNames) -> ColumnNames:
+def _names(names: str | ColumnNames) -> ColumnNames:
     """Return one name or several as a tuple."""
-    return (given,) if isinstance(given, str) else given
+    return (names,) if isinstance(names, str) else names
 
 
 def _scheduled(job: Job, total_steps: int) -> Any:
@@ -685,6 +685,6 @@ def _scheduled(job: Job, total_steps: int) -> Any:
     epoch_steps = total_steps // job.epochs if job.training.schedule_by == "epoch" else 1
     functions = [
         schedule_by_epoch(each, epoch_steps, job.epochs) if job.training.schedule_by == "epoch" else each
-        for each in (with_batch_size(one, job.batch_size) for one in job.training.schedules)
+        for each in (with_batch_size(function, job.batch_size) for function in job.training.schedules)
     ]
     return tuple(functions) if isinstance(schedule, tuple) else functions[0]

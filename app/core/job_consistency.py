@@ -29,8 +29,8 @@ def inconsistencies(job: Job) -> Iterator[str]:
         yield "inputs= is missing: name the columns given to the model"
     if job.metrics and not job.inputs:
         yield "metrics= need inputs= and targets="
-    if taken := [name for name in job.metrics if name in EVALUATION_COLUMNS]:
-        names = ", ".join(map(repr, taken))
+    if reserved := [name for name in job.metrics if name in EVALUATION_COLUMNS]:
+        names = ", ".join(map(repr, reserved))
         yield f"metrics= has {names}, which run.evaluations has already: use other names"
     data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
     yield from filter(None, (data_problem(name, value) for name, value in data.items()))
@@ -49,7 +49,7 @@ def inconsistencies(job: Job) -> Iterator[str]:
 
 
 def _schedule_problems(job: Job) -> Iterator[str]:
-    """Describe what is wrong with schedule=, and what its options lack."""
+    """Describe problems of schedule=, and missing options."""
     training, schedules = job.training, job.training.schedules
     yield from (function_problem("schedule", each) for each in schedules)
     makes = takes_optimizer(training.schedule)
@@ -63,7 +63,7 @@ def _schedule_problems(job: Job) -> Iterator[str]:
     metric = training.schedule_metric
     if metric is None:
         return
-    known = ["loss", *job.metrics]
+    metric_names = ["loss", *job.metrics]
     if not makes:
         yield (
             "schedule_metric= is for a scheduler: set schedule= to a function (optimizer) -> scheduler, such as "
@@ -71,8 +71,8 @@ def _schedule_problems(job: Job) -> Iterator[str]:
         )
     if job.evaluate is None:
         yield f"schedule_metric={metric!r} is computed on the evaluation set: set evaluate="
-    if metric not in known:
-        yield f"schedule_metric={metric!r} is not a metric of the job: {nearest(metric, known)}"
+    if metric not in metric_names:
+        yield f"schedule_metric={metric!r} is not a metric of the job: {nearest(metric, metric_names)}"
     if training.schedule_by == "epoch":
         yield 'schedule_metric= counts evaluations: leave schedule_by="epoch" out, and set evaluate_epochs='
 
@@ -91,11 +91,11 @@ def _rank_problems(job: Job) -> Iterator[str]:
 
 def _weight_problems(job: Job) -> Iterator[str]:
     """Describe conflicts of sample weights, and of the reduction of a Keras loss."""
-    given = [name for name in ("sample_weight", "class_weight") if job.get(name)]
-    if len(given) > 1:
+    options = [name for name in ("sample_weight", "class_weight") if job.get(name)]
+    if len(options) > 1:
         yield "sample_weight= and class_weight= exclude each other: multiply the weights in a column"
-    if given and job.training.step is not None:
-        yield f"{given[0]}= cannot be used with step=: multiply the losses there, or return Terms"
+    if options and job.training.step is not None:
+        yield f"{options[0]}= cannot be used with step=: multiply the losses there, or return Terms"
     if job.data.class_weight and len(job.target_names) != 1:
         yield "class_weight= needs one column of targets=, the class: weigh several with sample_weight="
     weight = job.training.weight
@@ -110,9 +110,9 @@ def _weight_problems(job: Job) -> Iterator[str]:
 
 def _bounds_problems(job: Job) -> Iterator[str]:
     """Describe contradictions between min_workers, workers, max_workers and on_loss."""
-    named = [(name, job.get(name)) for name in ("min_workers", "workers", "max_workers")]
-    given = [(name, value) for name, value in named if value is not None]
-    for (low, least), (high, most) in itertools.pairwise(given):
+    bounds = [(name, job.get(name)) for name in ("min_workers", "workers", "max_workers")]
+    set_bounds = [(name, value) for name, value in bounds if value is not None]
+    for (low, least), (high, most) in itertools.pairwise(set_bounds):
         if least > most:
             yield f"{low}={least} is more than {high}={most}"
     if job.recovery.on_loss == "shrink":
@@ -205,9 +205,9 @@ def _padding_problems(job: Job) -> Iterator[str]:
     yield from (f"inputs={name!r} is not a valid argument name" for name in job.keywords if not name.isidentifier())
     if job.data.pad and job.data.collate:
         yield "collate= replaces pad=: give one of them"
-    used = set(job.data.collation.sources((*job.arguments, *job.target_names)))
-    for name in job.data.pad if job.training.step is None and used else ():
-        if name not in used:
-            yield f"pad={name!r} is neither an input nor a target: {nearest(name, used)}"
+    sources = set(job.data.collation.sources((*job.arguments, *job.target_names)))
+    for name in job.data.pad if job.training.step is None and sources else ():
+        if name not in sources:
+            yield f"pad={name!r} is neither an input nor a target: {nearest(name, sources)}"
         elif name + MASK_SUFFIX in job.data.pad:
             yield f"pad={name + MASK_SUFFIX!r} is the name of the mask of {name!r}: rename the column"
