@@ -103,7 +103,7 @@ def _first_names(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 def parameters_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; none for one that is not Python's."""
+    """Return the parameters of a function by name; none for a function without a Python signature."""
     try:
         return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
     except (TypeError, ValueError):
@@ -111,7 +111,7 @@ def parameters_of(function: Callable[..., Any], *, follow_wrapped: bool = True) 
 
 
 def _called(function: Any) -> Any:
-    """Return what has the parameters: of a `tf.function`, a module of torch or another object, its own function."""
+    """Return the function that has the parameters of a `tf.function`, a torch module or another callable object."""
     for name in ("python_function", "forward"):
         function = getattr(function, name, function)
     call = getattr(function, "__call__", None)  # noqa: B004
@@ -134,22 +134,22 @@ def metric_config(metric: Any) -> dict[str, Any]:
     kind = type(metric)
     if is_keras_class(kind):
         return config
-    what = f"metric class {kind.__qualname__}: each worker makes the metric again from its get_config()"
+    subject = f"metric class {kind.__qualname__}: each worker makes the metric again from its get_config()"
     remedy = "return the arguments of __init__() from get_config(), and pass **kwargs to super().__init__()"
     try:
-        again = kind.from_config(config)
+        copy = kind.from_config(config)
     except TypeError as error:
-        raise JobError([f"{what}, which raised TypeError: {error}: {remedy}"]) from error
-    made = vars(again)  # one that was updated has more attributes
+        raise JobError([f"{subject}, which raised TypeError: {error}: {remedy}"]) from error
+    attributes = vars(copy)  # one that was updated has more attributes
     for name, value in vars(metric).items():
-        if name in made and name not in _BUILT and not _is_same(value, made[name]):
+        if name in attributes and name not in _BUILT and not _is_same(value, attributes[name]):
             argument = name.lstrip("_")
-            raise JobError([f"{what}, and would lose {argument!r}: return it from get_config()"])
+            raise JobError([f"{subject}, and would lose {argument!r}: return it from get_config()"])
     return config
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two attributes are equal; also where that cannot be known, such as for variables."""
+    """Return whether two attributes are equal, or cannot be compared, such as variables."""
     if type(value) is not type(other):
         return False
     if isinstance(value, FunctionType):
@@ -181,11 +181,11 @@ def _takes(function: Any, name: str) -> bool:
     if isinstance(function, functools.partial) and not hasattr(function, "__wrapped__"):
         return name not in function.keywords and _takes(function.func, name)
     function = _called(function)
-    known = parameters_of(function, follow_wrapped=False)
-    if own := known.get(name):
+    parameters = parameters_of(function, follow_wrapped=False)
+    if own := parameters.get(name):
         meant = own.default in (own.empty, None) or (type(own.default) is int and (name != "step" or own.default == 0))
         return own.kind is own.KEYWORD_ONLY and meant
-    passes = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    passes = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return passes and hasattr(function, "__wrapped__") and _takes(function.__wrapped__, name)
 
 

@@ -45,9 +45,9 @@ class EarlyStop:
 
     def reason(self, evaluations: Iterable[Evaluated]) -> str:
         """Return why the run ends after the last of these evaluations, given in order; empty if it goes on."""
-        best, waited, last = math.nan, 0, 0
+        best, waited, last_step = math.nan, 0, 0
         for event in evaluations:
-            score, last = _score(self.metric, event), event.step
+            score, last_step = _score(self.metric, event), event.step
             if score > best + self.min_delta or (math.isnan(best) and not math.isnan(score)):
                 best, waited = score, 0
             else:
@@ -55,13 +55,13 @@ class EarlyStop:
         if waited < self.patience:
             return ""
         times = "1 evaluation" if waited == 1 else f"{waited} evaluations"
-        return f"stopped early after step {last:,}: {metric_name(self.metric)} has not improved in {times}"
+        return f"stopped early after step {last_step:,}: {metric_name(self.metric)} has not improved in {times}"
 
 
 def goals_of(best: str | None, early_stop: EarlyStop | None) -> dict[str, str]:
     """Return the goals that the options `best=` and `early_stop=` of a job give, by option."""
-    given = {"best": best, "early_stop": early_stop.metric if early_stop else None}
-    return {option: goal for option, goal in given.items() if goal}
+    goals = {"best": best, "early_stop": early_stop.metric if early_stop else None}
+    return {option: goal for option, goal in goals.items() if goal}
 
 
 def metric_name(goal: str) -> str:
