@@ -136,11 +136,11 @@ class ModelProfile:
 
         Frozen layers need no gradient of their parameters, and those before the first trained one need no backward.
         """
-        found, trained = 0.0, False
+        flops, trained = 0.0, False
         for layer in self.layers:
             trained = trained or layer.trained
-            found += layer.flops * (3 if layer.trained else 2 if trained else 1)
-        return found
+            flops += layer.flops * (3 if layer.trained else 2 if trained else 1)
+        return flops
 
     @property
     def most_stages(self) -> int:
@@ -160,30 +160,31 @@ def merge_plain_layers(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
         if cost.parameters or cost.flops:
             layers.append(cost)
         elif layers and cost.launches:
-            layers[-1] = _joined(layers[-1], cost)
+            layers[-1] = _merge_layers(layers[-1], cost)
     return tuple(layers)
 
 
-def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
-    """Merge a layer with the one after it."""
-    own = other.splits  # what is not divided is whole on every tensor rank
+def _merge_layers(layer: LayerCost, after: LayerCost) -> LayerCost:
+    """Merge a layer with the layer after it."""
+    # An undivided layer is whole on every tensor rank.
+    kept_share, traffic_share = (after.shared_kept, after.shared_traffic) if after.splits else (1.0, 1.0)
     return replace(
-        one,
-        output_numbers=other.output_numbers,
-        cut_numbers=other.cut_numbers,
-        kept_numbers=one.kept_numbers + other.kept_numbers,
-        traffic_numbers=one.traffic_numbers + other.traffic_numbers,
-        scores_numbers=one.scores_numbers + other.scores_numbers,
-        launches=one.launches + other.launches,
-        shared_kept=_mean(one, other, "kept_numbers", (one.shared_kept, other.shared_kept if own else 1.0)),
-        shared_traffic=_mean(one, other, "traffic_numbers", (one.shared_traffic, other.shared_traffic if own else 1.0)),
+        layer,
+        output_numbers=after.output_numbers,
+        cut_numbers=after.cut_numbers,
+        kept_numbers=layer.kept_numbers + after.kept_numbers,
+        traffic_numbers=layer.traffic_numbers + after.traffic_numbers,
+        scores_numbers=layer.scores_numbers + after.scores_numbers,
+        launches=layer.launches + after.launches,
+        shared_kept=_mean_share(layer, after, "kept_numbers", (layer.shared_kept, kept_share)),
+        shared_traffic=_mean_share(layer, after, "traffic_numbers", (layer.shared_traffic, traffic_share)),
     )
 
 
-def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, float]) -> float:
-    """Return the weighted mean of two layers' shares; 0 where the first is not divided."""
-    weights = getattr(one, weight), getattr(other, weight)
-    if not one.splits or not sum(weights):
+def _mean_share(layer: LayerCost, after: LayerCost, weight: str, shares: tuple[float, float]) -> float:
+    """Return the weighted mean of two layers' shares; 0 if the first layer is not divided."""
+    weights = getattr(layer, weight), getattr(after, weight)
+    if not layer.splits or not sum(weights):
         return 0.0
     return float((weights[0] * shares[0] + weights[1] * shares[1]) / sum(weights))
 
@@ -198,5 +199,5 @@ def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCos
         return layers
     *others, last = layers
     loss = replace(last, kept_numbers=0.0, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
-    joined = _joined(last, replace(loss, shared_kept=0.0, shared_traffic=0.0))
+    joined = _merge_layers(last, replace(loss, shared_kept=0.0, shared_traffic=0.0))
     return *others, replace(joined, loss_numbers=outputs)

@@ -98,22 +98,22 @@ def transformer_profile(
 def _block(sizes: _Sizes, *, fused: bool) -> LayerCost:
     """Return the costs of attention and MLP with their norms, in numbers of one sample."""
     hidden, sequence, width = sizes.hidden, sizes.sequence, sizes.sequence * sizes.hidden
-    own, shared = sizes.heads * sizes.head, sizes.kv_heads * sizes.head  # widths of queries, and of keys and values
-    attention = 2 * hidden * (own + shared)
-    each = (3 if sizes.gated else 2) * hidden * sizes.mlp
+    queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head  # widths of queries, and of keys and values
+    attention = 2 * hidden * (queries + keys)
+    mlp_parameters = (3 if sizes.gated else 2) * hidden * sizes.mlp
     router = hidden * sizes.experts if sizes.experts > 1 else 0
-    parameters = attention + each * sizes.experts + router + 13 * hidden
+    parameters = attention + mlp_parameters * sizes.experts + router + 13 * hidden
     inside = sequence * sizes.mlp * sizes.active  # numbers inside the active MLPs
-    kept = 5.5 * width + 2 * sequence * (own + shared) - 4 * width  # input, queries, keys, values, output and its mask
+    kept = 5.5 * width + 2 * sequence * (queries + keys) - 4 * width  # input, queries, keys, values, output, mask
     kept += (1.5 if sizes.experts == 1 else 0.5 + sizes.active) * width + (3 if sizes.gated else 2) * inside
     kept += 2 * width  # what the norms read
     traffic = 16.0 * width + (6 if sizes.gated else 4) * inside
-    scores = 4.0 * sequence**2 * own
+    scores = 4.0 * sequence**2 * queries
     return LayerCost(
         name="block",
         parameters=parameters,
         parameter_bytes=4 * parameters,
-        flops=2.0 * sequence * (attention + each * sizes.active + router) + scores,
+        flops=2.0 * sequence * (attention + mlp_parameters * sizes.active + router) + scores,
         fused_flops=scores if fused else 0.0,
         output_numbers=width,
         kept_numbers=kept,
@@ -153,11 +153,11 @@ def _logits(sequence: int, hidden: int, vocabulary: int, *, tied: bool, fused: b
     A fused loss reads them once and writes them once.
     """
     table, scores = vocabulary * hidden, sequence * vocabulary
-    own = 2 * hidden + (0 if tied else table)
+    parameters = 2 * hidden + (0 if tied else table)
     return LayerCost(
         name="logits",
-        parameters=own,
-        parameter_bytes=4 * own,
+        parameters=parameters,
+        parameter_bytes=4 * parameters,
         flops=2.0 * scores * hidden,
         output_numbers=scores,
         kept_numbers=sequence * hidden + (scores if fused else 0),
@@ -248,15 +248,15 @@ def profile_of(config: str | Path, *, sequence: int | None = None, fused_loss: b
 def _read(path: Path) -> dict[str, Any]:
     remedy = "give the path of a config.json, such as a folder that huggingface-cli download wrote"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"the configuration cannot be read: {error.strerror}", where=str(path), remedy=remedy) from None
     except ValueError as error:
         raise PlanError(f"the configuration is not JSON: {error}", where=str(path), remedy=remedy) from None
-    if not isinstance(found, dict):
+    if not isinstance(facts, dict):
         raise PlanError("the configuration is no JSON object", where=str(path), remedy=remedy)
-    inner = found.get("text_config")  # of models that see images too
-    return {**found, **inner} if isinstance(inner, dict) else found
+    inner = facts.get("text_config")  # of models that see images too
+    return {**facts, **inner} if isinstance(inner, dict) else facts
 
 
 def _first(facts: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
