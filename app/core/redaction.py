@@ -44,14 +44,14 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Remove secrets of the environment, plain or quoted by JSON and Python, and passwords in addresses."""
-    return _hidden(text, _secrets(tuple(environment.items())))
+    return _hide(text, _secrets(tuple(environment.items())))
 
 
 def redact_json(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Remove secrets from the strings of a JSON document, which stays valid."""
-    found = [secret for secret in _secrets(tuple(environment.items())) if json.dumps(secret)[1:-1] in text]
-    told = found or _ADDRESS.search(text) or _QUERY.search(text)
-    return json.dumps(_rewritten(json.loads(text), found)) if told else text
+    secrets = [secret for secret in _secrets(tuple(environment.items())) if json.dumps(secret)[1:-1] in text]
+    has_secrets = secrets or _ADDRESS.search(text) or _QUERY.search(text)
+    return json.dumps(_hide_in_json(json.loads(text), secrets)) if has_secrets else text
 
 
 @lru_cache(maxsize=1)  # a job has hundreds of texts, and the environment rarely changes between two of them
@@ -67,25 +67,25 @@ def _secrets_of(name: str, value: str) -> Iterator[str]:
     if is_secret(name):
         yield value
         yield from _FIELD.findall(value)
-    passwords = [found[2] or found[4] for found in _ADDRESS.finditer(value) if found[2] or len(found[4]) >= _TOKEN]
-    passwords += [told for query in _QUERY.findall(value) for _, told in _PARAMETER.findall(query)]
+    passwords = [match[2] or match[4] for match in _ADDRESS.finditer(value) if match[2] or len(match[4]) >= _TOKEN]
+    passwords += [parameter for query in _QUERY.findall(value) for _, parameter in _PARAMETER.findall(query)]
     for password in passwords:
         yield password
         yield unquote(password)
 
 
-def _hidden(text: str, secrets: Sequence[str]) -> str:
-    told = reduce(lambda told, secret: told.replace(secret, REDACTED), secrets, text)
-    told = _ADDRESS.sub(rf"\1\3{REDACTED}", told)
-    return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{REDACTED}", query[0]), told)
+def _hide(text: str, secrets: Sequence[str]) -> str:
+    hidden = reduce(lambda hidden, secret: hidden.replace(secret, REDACTED), secrets, text)
+    hidden = _ADDRESS.sub(rf"\1\3{REDACTED}", hidden)
+    return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{REDACTED}", query[0]), hidden)
 
 
-def _rewritten(value: Any, secrets: Sequence[str]) -> Any:
+def _hide_in_json(value: Any, secrets: Sequence[str]) -> Any:
     match value:
         case str():
-            return _hidden(value, secrets)
+            return _hide(value, secrets)
         case list():
-            return [_rewritten(item, secrets) for item in value]
+            return [_hide_in_json(item, secrets) for item in value]
         case dict():
-            return {_rewritten(key, secrets): _rewritten(item, secrets) for key, item in value.items()}
+            return {_hide_in_json(key, secrets): _hide_in_json(item, secrets) for key, item in value.items()}
     return value

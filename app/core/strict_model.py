@@ -64,23 +64,23 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
             problems.append(f"{'.'.join(parts)}= is missing")
         elif isinstance(cause, JobError):
             problems.extend(cause.problems)
-        elif item["type"] == "callable_type" and (known := function_problem(parts[0], item["input"])):
-            problems.append(known)
+        elif item["type"] == "callable_type" and (problem := function_problem(parts[0], item["input"])):
+            problems.append(problem)
             explained.add(parts[0])
         elif parts[0] not in explained:
             field = f"{'.'.join(part for part in parts if not _ALTERNATIVE.match(part))}={item['input']!r}"
-            said = str(cause) if item["type"] == "value_error" else f"{item['msg'][0].lower()}{item['msg'][1:]}"
+            message = str(cause) if item["type"] == "value_error" else f"{item['msg'][0].lower()}{item['msg'][1:]}"
             if item["type"] == "literal_error":
-                said = nearest(str(item["input"]), _LITERAL.findall(item["ctx"]["expected"]))
-            wrong[field] = f"{wrong[field]}, or {said}" if field in wrong else said
-    return problems + [f"{field}: {said}" for field, said in wrong.items()]
+                message = nearest(str(item["input"]), _LITERAL.findall(item["ctx"]["expected"]))
+            wrong[field] = f"{wrong[field]}, or {message}" if field in wrong else message
+    return problems + [f"{field}: {message}" for field, message in wrong.items()]
 
 
-def _parse_duration(given: Any) -> Any:
+def _parse_duration(value: Any) -> Any:
     """Return the seconds of a text such as `2h30m`; other values as they are. Raises ValueError."""
-    if not isinstance(given, str):
-        return given
-    parts = _DURATION.fullmatch(given.replace(" ", ""))
+    if not isinstance(value, str):
+        return value
+    parts = _DURATION.fullmatch(value.replace(" ", ""))
     if parts is None or not any(parts.groups()):
         raise ValueError("give seconds, or a text such as 2h30m")
     return sum(float(number) * unit for number, unit in zip(parts.groups(default="0"), _UNITS_S, strict=True))
@@ -93,11 +93,11 @@ _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 _MOST_STEPS = 100  # a recording is held in memory until its last step
 
 
-def _parse_steps(given: Any) -> range:
+def _parse_steps(value: Any) -> range:
     """Return the steps of `20:25` (20 to 24, as in a slice), of `20`, or of a range. Raises ValueError."""
-    parts = _STEPS.fullmatch(str(given).replace(" ", "")) if isinstance(given, str | int) else None
-    if isinstance(given, range) and given.step == 1:
-        steps = given
+    parts = _STEPS.fullmatch(str(value).replace(" ", "")) if isinstance(value, str | int) else None
+    if isinstance(value, range) and value.step == 1:
+        steps = value
     elif parts is not None:
         start = int(parts[1])
         steps = range(start, int(parts[2]) if parts[2] else start + 1)
@@ -212,10 +212,10 @@ def _schedule_problem(kind: type) -> str:
 def _unset_problem(schedule: Any) -> str:
     unset = unset_parameters(schedule) if takes_optimizer(schedule) else []
     name = getattr(schedule, "__name__", "the function")
-    given = ", ".join(f"{each}=..." for each in unset)
-    return f"schedule= is {name}, which needs {', '.join(unset)}: give partial({name}, {given})" if unset else ""
+    arguments = ", ".join(f"{each}=..." for each in unset)
+    return f"schedule= is {name}, which needs {', '.join(unset)}: give partial({name}, {arguments})" if unset else ""
 
 
 def qualified_bases(kind: type) -> frozenset[str]:
-    """Return the full names of a class and of those that it comes from."""
+    """Return the full names of a class and of its base classes."""
     return frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
