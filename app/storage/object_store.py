@@ -151,10 +151,10 @@ class _ObjectStoreClients:
 
     def get(self, path: str) -> bytes:
         """Read a whole file; a large one in ranges, each of which is retried for itself."""
-        found = obstore.get(self._usual, path)
-        size_bytes = found.meta["size"]
+        response = obstore.get(self._usual, path)
+        size_bytes = response.meta["size"]
         if size_bytes <= CHUNK_BYTES:
-            return found.bytes().to_bytes()
+            return response.bytes().to_bytes()
         with ThreadPoolExecutor(_READERS) as pool:
             ranges = [(start, min(start + CHUNK_BYTES, size_bytes)) for start in range(0, size_bytes, CHUNK_BYTES)]
             return b"".join(pool.map(lambda part: _read_range(self._bulk, path, *part), ranges))
@@ -388,18 +388,18 @@ class Store:
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[tuple[str, int]]:
         """Paths and sizes of the files below the folder `prefix`, at any depth, in order; only those after `after`."""
         folder = _inside(self.uri, prefix.rstrip("/")) if prefix else None
-        found = self._attempts.repeat(
+        items = self._attempts.repeat(
             "cannot list", prefix, lambda: obstore.list(self._backend.reader(), folder, offset=after).collect()
         )
-        return iter(sorted((item["path"], item["size"]) for item in found))
+        return iter(sorted((item["path"], item["size"]) for item in items))
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         """Names of the folders directly below the folder `prefix`, in order."""
         folder = _inside(self.uri, prefix.rstrip("/")) if prefix else None
-        found = self._attempts.repeat(
+        listing = self._attempts.repeat(
             "cannot list", prefix, lambda: obstore.list_with_delimiter(self._backend.reader(), folder)
         )
-        return tuple(sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"]))
+        return tuple(sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in listing["common_prefixes"]))
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -430,25 +430,25 @@ class Store:
                 return True
             except (BaseError, OSError) as error:
                 fault = storage_error_for(error, doing="cannot write", where=self._attempts.location(path))
-                taken, cause = isinstance(error, AlreadyExistsError), classify_error(error)
+                exists, cause = isinstance(error, AlreadyExistsError), classify_error(error)
                 hopeless = cause.certain or (self._backend.certain and not cause.passing)
-                if hopeless and not taken:
+                if hopeless and not exists:
                     raise fault from None
-            in_doubt = in_doubt or not taken
+            in_doubt = in_doubt or not exists
             try:
-                stored = self.find(path)  # a store may report a conflict with a write that failed in the end
+                existing = self.find(path)  # a store may report a conflict with a write that failed in the end
             except StorageError:
                 raise fault from None
-            if stored is not None:
-                return in_doubt and stored == data
+            if existing is not None:
+                return in_doubt and existing == data
             if not pauses.wait():
                 raise fault from None
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are no error."""
-        wanted = [_inside(self.uri, path) for path in paths]
-        for start in range(0, len(wanted), 1000):
-            batch = wanted[start : start + 1000]
+        inside_paths = [_inside(self.uri, path) for path in paths]
+        for start in range(0, len(inside_paths), 1000):
+            batch = inside_paths[start : start + 1000]
             self._attempts.repeat("cannot delete", batch[0], partial(_delete, self._backend, batch))
 
     def delete_folder(self, prefix: str) -> None:

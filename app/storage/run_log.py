@@ -232,7 +232,7 @@ class Heartbeat:
     def _beat_on(self) -> None:
         down_s = 0.0
         while not self._stopped.is_set():
-            began_s, before = self._clock(), self.error
+            began_s, previous_error = self._clock(), self.error
             error = self._try(began_s)
             with self._turn:
                 hung, self._hung_behind_s = self._hung_behind_s == self._tried_s, None
@@ -241,11 +241,11 @@ class Heartbeat:
                 self._turn.notify_all()
                 if self._fenced is not None:
                     return
-            if error is not None and before is None:
+            if error is not None and previous_error is None:
                 down_s = began_s
                 self._say_down(error, began_s)
-            elif error is None and (before is not None or hung):
-                self._say_back(began_s if before is None else down_s)
+            elif error is None and (previous_error is not None or hung):
+                self._say_back(began_s if previous_error is None else down_s)
             self._stopped.wait(self._every_s)
 
     def _try(self, now_s: float) -> StorageError | None:
@@ -402,8 +402,8 @@ class RunLog:
 
     def _numbers(self, start: int) -> list[int]:
         """Return the numbers of the entries from `start` on."""
-        after = self._path(start - 1) if start > 1 else None
-        names = (path.rpartition("/")[2] for path, _ in self._store.list(f"{self._run}/log", after))
+        previous_path = self._path(start - 1) if start > 1 else None
+        names = (path.rpartition("/")[2] for path, _ in self._store.list(f"{self._run}/log", previous_path))
         stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
         return [int(stem) for stem in stems if _NUMBER.fullmatch(stem)]
 
@@ -462,8 +462,8 @@ class RunLog:
                 self._outwait(head, patience_s)
                 watched = head
             number = self._top + 1
-            kept = () if fresh or head is None else head.checkpoints
-            entry = self._entry(number, "acquire", number, job=job, checkpoints=kept, owner=owner)
+            checkpoints = () if fresh or head is None else head.checkpoints
+            entry = self._entry(number, "acquire", number, job=job, checkpoints=checkpoints, owner=owner)
             if self._append(entry):
                 return entry
 
@@ -485,8 +485,8 @@ class RunLog:
 
         def state(last: LogEntry) -> dict[str, Any]:
             chain = [*_up_to(last.checkpoints, checkpoint.parent), checkpoint]
-            held = (item for item in chain[:-keep] if item.path in hold)
-            return {"checkpoints": (*held, *chain[-keep:])}
+            held_checkpoints = (item for item in chain[:-keep] if item.path in hold)
+            return {"checkpoints": (*held_checkpoints, *chain[-keep:])}
 
         return self._write(token, "commit", state)
 
@@ -496,32 +496,32 @@ class RunLog:
 
     def _write(self, token: int, kind: _EntryKind, state: Callable[[LogEntry], dict[str, Any]]) -> LogEntry:
         """Append an entry of the owner `token` after the entries that exist by now."""
-        last = self._last or self.head()
-        number = last.number + 1 if last else 0
-        while last is not None:
-            if kind == last.kind == "release" and last.token == token:
-                return last
-            self._refuse_if_fenced(last, token)
+        newest = self._last or self.head()
+        number = newest.number + 1 if newest else 0
+        while newest is not None:
+            if kind == newest.kind == "release" and newest.token == token:
+                return newest
+            self._refuse_if_fenced(newest, token)
             entry = self._entry(
                 number,
                 kind,
                 token,
-                **{"job": last.job, "checkpoints": last.checkpoints, "owner": last.owner, **state(last)},
+                **{"job": newest.job, "checkpoints": newest.checkpoints, "owner": newest.owner, **state(newest)},
             )
             if self._append(entry):
                 return entry
-            last, number = self._read(number) or last, number + 1
+            newest, number = self._read(number) or newest, number + 1
         raise ValueError(f"run {self._run!r} was never acquired")
 
-    def _refuse_if_fenced(self, last: LogEntry, token: int) -> None:
-        if last.token < token:
+    def _refuse_if_fenced(self, newest: LogEntry, token: int) -> None:
+        if newest.token < token:
             raise ValueError(f"run {self._run!r} has no token {token}")
-        if last.token > token or not last.owned:
+        if newest.token > token or not newest.owned:
             raise FencedError(
-                f"run {self._run!r} was taken over by {last.owner} at {formatting.timestamp(last.time_s)}"
-                if last.token > token
+                f"run {self._run!r} was taken over by {newest.owner} at {formatting.timestamp(newest.time_s)}"
+                if newest.token > token
                 else f"run {self._run!r} was released already",
-                where=self._store.uri_of(self._path(last.number)),
+                where=self._store.uri_of(self._path(newest.number)),
                 remedy="none needed: the other driver continues the run from its newest checkpoint",
             )
 
@@ -553,11 +553,11 @@ class RunLog:
     def _outwait(self, head: LogEntry, patience_s: float) -> None:
         """Watch the owner's heartbeat for `patience_s` by this process's clock. Raises OwnedError when it changes."""
         path = heartbeat_path(self._run, head.token)
-        seen = self._store.find(path)
+        counter = self._store.find(path)
         until_s = self._clock() + patience_s
         while self._clock() < until_s:
             self._sleep(min(_POLL_S, patience_s))
-            if self._store.find(path) != seen:
+            if self._store.find(path) != counter:
                 raise self._owned(head)
 
     def _owned(self, head: LogEntry) -> OwnedError:
@@ -623,9 +623,9 @@ def owners_alive(
 
 def _is_here(owner: Owner) -> bool:
     """Return whether an owner that is not provably dead is a process of this machine, and so alive."""
-    here = Owner.here()
-    known = bool(owner.boot and owner.namespace and owner.pid and owner.started)
-    return known and (owner.boot, owner.namespace) == (here.boot, here.namespace)
+    this_process = Owner.here()
+    complete = bool(owner.boot and owner.namespace and owner.pid and owner.started)
+    return complete and (owner.boot, owner.namespace) == (this_process.boot, this_process.namespace)
 
 
 def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], careful: bool, pause: WaitFunction) -> set[str]:
@@ -633,14 +633,14 @@ def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], careful: bool, 
     alive: set[str] = set()
     patience_s = _DEAD_S if careful else _HEARTBEAT_WATCH_S
     with ThreadPoolExecutor(min(_HEARTBEAT_READERS, len(paths))) as pool:
-        first = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
+        first_counters = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
         ages = zip(paths, pool.map(partial(_is_old, store), paths.values()), strict=True)
         watched, waited_s = [run for run, old in ages if careful or not old], 0.0
         while waited_s < patience_s and (silent := [run for run in watched if run not in alive]):
             pause(_HEARTBEAT_S / 2)
             waited_s += _HEARTBEAT_S / 2
-            seen = zip(silent, pool.map(store.find, [paths[run] for run in silent]), strict=True)
-            alive |= {run for run, counter in seen if counter != first[run]}
+            counters = zip(silent, pool.map(store.find, [paths[run] for run in silent]), strict=True)
+            alive |= {run for run, counter in counters if counter != first_counters[run]}
     return alive
 
 
