@@ -76,9 +76,9 @@ class RunStore:
             CheckpointError: there are checkpoints, but none is complete; nothing was changed.
         """
         assert self._entry is not None, "acquire comes first"
-        named = self._entry.checkpoints
-        head, notes = newest_intact(self._store, self._run, named, checksums=False)
-        if named and head is None:
+        checkpoints = self._entry.checkpoints
+        head, notes = newest_intact(self._store, self._run, checkpoints, checksums=False)
+        if checkpoints and head is None:
             self.release(m.ReleaseLease(outcome="failed", step=0))
             raise CheckpointError(
                 "no checkpoint of the run is complete: " + "; ".join(notes),
@@ -90,7 +90,7 @@ class RunStore:
         self._begin(self._token)
         if self._fresh:
             self._delete_outputs()
-        return named[: named.index(head) + 1] if head else ()
+        return checkpoints[: checkpoints.index(head) + 1] if head else ()
 
     def _delete_outputs(self) -> None:
         """Delete the report and the quarantine of the run that had this name; the first commit deletes checkpoints."""

@@ -149,15 +149,15 @@ def storage_error_for(error: Exception, *, doing: str, where: str) -> StorageErr
 
 def _status(text: str) -> str:
     """Return the HTTP status in the error's text."""
-    found = re.search(r"status: (\d{3})\b", text)
-    return found.group(1) if found else "unknown"
+    match = re.search(r"status: (\d{3})\b", text)
+    return match.group(1) if match else "unknown"
 
 
 def _os_error_number(error: Exception) -> int:
     """Return the operating system's error number; 0 when there is none."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    if found:
-        return int(found.group(1))
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    if match:
+        return int(match.group(1))
     return error.errno or 0 if isinstance(error, OSError) else 0
 
 

@@ -79,31 +79,31 @@ def open_weights(options: InitialWeights) -> WeightFiles:
         store = open_store(folder or ("/" if path.startswith("/") else "."))
     else:
         store, name = open_store(path), ""
-    name = name or _found(store, path)
+    name = name or _find_file(store, path)
     try:
-        tensors = _indexed(store, name) if name.endswith(_INDEX_ENDING) else _header(store, name)
+        tensors = _read_index(store, name) if name.endswith(_INDEX_ENDING) else _header(store, name)
     except MissingFile as error:
         raise JobError([f"initial_weights={path!r}: there is no file {error.where}: check the path"]) from None
     return WeightFiles(options=options, store=store, tensors=tensors, digest=_digest(store, tensors))
 
 
-def _found(store: Store, path: str) -> str:
-    """Return the name of a folder's file or index. Raises JobError where it has neither."""
+def _find_file(store: Store, path: str) -> str:
+    """Return the name of a folder's file or index. Raises JobError if it has neither."""
     for name in (_INDEX, _FILE):
         if store.exists(name):
             return name
-    held = [name for name, _ in store.list() if "/" not in name]
-    others = [name for name in held if name.endswith(_FILE_ENDING)]
+    names = [name for name, _ in store.list() if "/" not in name]
+    others = [name for name in names if name.endswith(_FILE_ENDING)]
     if others:
         advice = f"name one of its files, such as {others[0]!r}"
-    elif any(name.endswith((".bin", ".pt", ".pth")) for name in held):
+    elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         advice = "its weights are pickled: load them once, and write them with safetensors.torch.save_model()"
     else:
         advice = "give the folder or the file that holds the weights"
     raise JobError([f"initial_weights={path!r} has no {_FILE} and no {_INDEX}: {advice}"])
 
 
-def _indexed(store: Store, name: str) -> dict[str, StoredTensor]:
+def _read_index(store: Store, name: str) -> dict[str, StoredTensor]:
     """Return the tensors that an index names, from the headers of its shards. Raises JobError."""
     try:
         files = {str(key): str(file) for key, file in json.loads(store.get(name))["weight_map"].items()}
@@ -125,23 +125,23 @@ def _header(store: Store, file: str) -> dict[str, StoredTensor]:
     start = 8 + length
     try:
         header: dict[str, Any] = json.loads(bytes(store.read_range(file, 8, start)))
-        found = {name: _tensor(file, one, start) for name, one in header.items() if name != "__metadata__"}
+        tensors = {name: _tensor(file, entry, start) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(store, file, f"its header cannot be read ({error!r})") from None
-    outside = [name for name, one in found.items() if not start <= one.start <= one.start + one.size_bytes <= size]
+    outside = [key for key, item in tensors.items() if not start <= item.start <= item.start + item.size_bytes <= size]
     if outside:
         raise _damaged(store, file, f"{outside[0]!r} is not inside its {size:,} bytes: it is incomplete")
-    return found
+    return tensors
 
 
 def _tensor(file: str, described: Mapping[str, Any], start: int) -> StoredTensor:
-    first, end = described["data_offsets"]
+    begin, end = described["data_offsets"]
     shape = tuple(int(size) for size in described["shape"])
     count = math.prod(shape)
-    if end < first or (end - first) % max(count, 1) or (end > first) != (count > 0):
-        raise ValueError(f"{end - first} bytes for shape {shape}")
+    if end < begin or (end - begin) % max(count, 1) or (end > begin) != (count > 0):
+        raise ValueError(f"{end - begin} bytes for shape {shape}")
     return StoredTensor(
-        file=file, dtype=str(described["dtype"]), shape=shape, start=start + first, size_bytes=end - first
+        file=file, dtype=str(described["dtype"]), shape=shape, start=start + begin, size_bytes=end - begin
     )
 
 
@@ -154,14 +154,14 @@ def _damaged(store: Store, file: str, what: str) -> JobError:
 
 def _digest(store: Store, tensors: Mapping[str, StoredTensor]) -> str:
     """Return a digest of tensors, however they are divided into files. Raises StorageError."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     names = sorted(tensors)
     with ThreadPoolExecutor(_READERS) as pool:
         samples = pool.map(lambda name: _sample(store, tensors[name]), names)
         for name, sampled in zip(names, samples, strict=True):
-            one = tensors[name]
-            found.update(json.dumps([name, one.dtype, one.shape, len(sampled)]).encode() + sampled)
-    return found.hexdigest()
+            tensor = tensors[name]
+            digest.update(json.dumps([name, tensor.dtype, tensor.shape, len(sampled)]).encode() + sampled)
+    return digest.hexdigest()
 
 
 def _sample(store: Store, tensor: StoredTensor) -> bytes:
