@@ -109,10 +109,10 @@ class Leaving(Event):
     @property
     def text(self) -> str:
         """`rank 1 (node-a) is handed over: preemption notice, 25 s left`."""
-        who = f"rank {self.rank}" if self.rank >= 0 else "a spare"
-        left = f", {self.left_s:.0f} s left" if self.left_s else ""
+        subject = f"rank {self.rank}" if self.rank >= 0 else "a spare"
+        time_text = f", {self.left_s:.0f} s left" if self.left_s else ""
         verb = "is handed over" if self.rank >= 0 else "is let go"
-        return f"{who}{f' ({self.node})' if self.node else ''} {verb}: {self.why}{left}"
+        return f"{subject}{f' ({self.node})' if self.node else ''} {verb}: {self.why}{time_text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ class Replanned(Event):
     @property
     def text(self) -> str:
         """`the plan changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
-        many = "s" if self.workers != 1 else ""
-        text = f"the plan changes from {self.former} to {self.name} on {self.workers} worker{many}"
+        plural = "s" if self.workers != 1 else ""
+        text = f"the plan changes from {self.former} to {self.name} on {self.workers} worker{plural}"
         return f"{text}: {self.why}" if self.why else f"{text}, as in the beginning"
 
 

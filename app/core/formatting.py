@@ -24,11 +24,11 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
+        return f"{minutes} min {rest_s:02d} s"
+    hours, rest_minutes = divmod(minutes, 60)
+    return f"{hours} h {rest_minutes:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -45,8 +45,8 @@ def clock_time(seconds: float) -> str:
     """A duration as on a clock, `0:42`, `1:05:09`; `-:--` for NaN."""
     if not math.isfinite(seconds):
         return "-:--"
-    minutes, rest = divmod(max(round(seconds), 0), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    minutes, rest_s = divmod(max(round(seconds), 0), 60)
+    return f"{minutes}:{rest_s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest_s:02d}"
 
 
 def size(size_bytes: float) -> str:
@@ -103,8 +103,8 @@ def finite(value: float) -> float | None:
 def metrics(values: Mapping[str, float | None]) -> str:
     """Metrics in one order everywhere, the loss first: `loss 0.3312, accuracy 0.8812`; `-` where one is not known."""
     names = sorted(values, key=lambda name: (name != "loss", name))
-    found = ((name, values[name]) for name in names)
-    return ", ".join(f"{name} {'-' if value is None else metric(value)}" for name, value in found)
+    pairs = ((name, values[name]) for name in names)
+    return ", ".join(f"{name} {'-' if value is None else metric(value)}" for name, value in pairs)
 
 
 def timestamp(time_s: float, *, utc: bool = False) -> str:

@@ -153,10 +153,10 @@ _REPORTED_PACKAGES = ("trainwright", "ray", "torch", "tensorflow", "keras", "num
 
 def package_versions() -> dict[str, str]:
     """Return versions by package from metadata, without importing anything."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _REPORTED_PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions

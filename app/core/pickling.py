@@ -39,8 +39,8 @@ _FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path
 def dumps(value: Any) -> bytes:
     """Pickle a value with the user's own modules by value, and the settings of the frameworks in this process."""
     with _by_value(), io.BytesIO() as stream:
-        found = {name: load_module(module).captured() for name, module in _SETTINGS.items() if name in sys.modules}
-        for each in ({name: settings for name, settings in found.items() if settings}, value):
+        captured = {name: load_module(module).captured() for name, module in _SETTINGS.items() if name in sys.modules}
+        for each in ({name: settings for name, settings in captured.items() if settings}, value):
             _Pickler(stream).dump(each)
         return stream.getvalue()
 

@@ -100,11 +100,11 @@ class SoftLoss(StrictModel):
 
     def share(self, teachers: tuple[str, ...]) -> tuple[float, ...]:
         """Return the fixed weights of teachers, in their order, with sum 1. Raises JobError for a sum of 0."""
-        given = [self.weights.get(name, 0.0 if self.weights.keys() & {*teachers} else 1.0) for name in teachers]
-        total = sum(given)
+        weights = [self.weights.get(name, 0.0 if self.weights.keys() & {*teachers} else 1.0) for name in teachers]
+        total = sum(weights)
         if not total:
             raise JobError([f"weights= give none to {', '.join(teachers)}: give one of them a weight"])
-        return tuple(weight / total for weight in given)
+        return tuple(weight / total for weight in weights)
 
     def _of_values(self) -> Iterator[str]:
         """Describe options that regression does not use."""

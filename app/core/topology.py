@@ -191,8 +191,8 @@ class Consistency:
 
         Raises PlanError.
         """
-        found = _CONSISTENCY_FORM.fullmatch(text)
-        kind, arguments = (found["kind"], found["arguments"] or "") if found else ("", "")
+        form = _CONSISTENCY_FORM.fullmatch(text)
+        kind, arguments = (form["kind"], form["arguments"] or "") if form else ("", "")
         backup = re.fullmatch(r"backup\s*=\s*(\d+)", arguments)
         pushes = re.fullmatch(r"pushes\s*=\s*0*([1-9]\d*)", arguments)
         match kind:
@@ -233,9 +233,9 @@ class GradientCompression:
         match text.strip():
             case "full" | "fp16" | "bf16" | "int8" as kind:
                 return cls(kind=kind)
-        found = re.fullmatch(rf"topk\({_NUMBER_PATTERN}\)", text.strip())
-        if found and 0 < float(found[1]) <= 1:
-            return cls(kind="topk", share=float(found[1]))
+        topk = re.fullmatch(rf"topk\({_NUMBER_PATTERN}\)", text.strip())
+        if topk and 0 < float(topk[1]) <= 1:
+            return cls(kind="topk", share=float(topk[1]))
         remedy = 'write "full", "fp16", "bf16", "int8" or "topk(0.01)"'
         raise PlanError(f"wire={text!r} is not known", where="wire", remedy=remedy)
 
@@ -264,9 +264,9 @@ class OuterOptimizer:
         """Parse `average`, `nesterov(rate,momentum)`. Raises PlanError."""
         if text.strip() in ("average", ""):
             return cls()
-        found = re.fullmatch(rf"nesterov\({_NUMBER_PATTERN},{_NUMBER_PATTERN}\)", text.strip())
-        if found and float(found[1]) > 0 and float(found[2]) < 1:
-            return cls(rate=float(found[1]), momentum=float(found[2]))
+        nesterov = re.fullmatch(rf"nesterov\({_NUMBER_PATTERN},{_NUMBER_PATTERN}\)", text.strip())
+        if nesterov and float(nesterov[1]) > 0 and float(nesterov[2]) < 1:
+            return cls(rate=float(nesterov[1]), momentum=float(nesterov[2]))
         remedy = 'write "average" or "nesterov(0.7,0.9)": a learning rate above 0, a momentum below 1'
         raise PlanError(f"outer={text!r} is not known", where="outer", remedy=remedy)
 

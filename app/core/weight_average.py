@@ -47,8 +47,8 @@ class WeightAverage:
 
     def share(self, step: int, epoch_steps: int) -> float:
         """Return the share of the parameters in the average after `step` completed steps; 0 where it stays as it is."""
-        updates, rest = divmod(step - self.start * epoch_steps, self.every)
-        if updates < 0 or rest:
+        updates, steps_since = divmod(step - self.start * epoch_steps, self.every)
+        if updates < 0 or steps_since:
             return 0.0
         if updates == 0 or self.decay is None:
             return 1.0 / (updates + 1)
