@@ -65,7 +65,7 @@ def test_what_the_step_has_to_do_is_left_to_it(monkeypatch: pytest.MonkeyPatch) 
     (batch,) = feed.parts[0][:1]
     text = replace(feed, parts=((replace(batch, columns={**batch.columns, "x": np.array(["a"] * batch.rows)}),),))
     assert prefetcher(task)(text) is text
-    monkeypatch.setattr(objective, "_PREFETCHED_BYTES", 1)
+    monkeypatch.setattr(objective, "_MAX_PREFETCHED_BYTES", 1)
     assert prefetcher(task)(feed) is feed
 
 

@@ -30,7 +30,7 @@ for kind in (torch.optim.SGD, torch.optim.AdamW):
     steps(kind(model.parameters(), 0.1))
 carry = torch.nn.Parameter(torch.zeros(3))
 values, slopes = model(torch.ones(2, 4)).sum(dim=1), torch.ones(2)
-BackwardRoots(values=values, slopes=slopes, carry=carry.view(-1), sums=torch.arange(3.0)).backward()
+BackwardRoots(values=values, slopes=slopes, sums_parameter=carry.view(-1), sums=torch.arange(3.0)).backward()
 assert carry.grad.tolist() == [0.0, 1.0, 2.0]
 assert "sympy" not in sys.modules, "a step imported sympy"
 with torch.device("meta"):

@@ -299,7 +299,7 @@ def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms
     """
     caller = JobFunctions(spec=spec, device=torch.device("cpu"), autocast=None, where=only or LOSS)
     given = _tensors(outputs) if isinstance(outputs, Mapping) else _tensors({"output": outputs})["output"]
-    columns = caller.wanted(batch)
+    columns = caller.target_columns(batch)
     with torch.no_grad():
         found = caller.metric(only, given, columns, batch) if only else caller.loss_of(given, columns, batch)
     return Terms(batches.to_numpy(found.values.double()), batches.to_numpy(found.weights.double()))

@@ -136,9 +136,9 @@ class MeshRunner(StepRunner):
 
     def own_sums(self) -> Tensor:
         """Return this rank's contribution to the sums; tensor-parallel ranks share what all of them know."""
-        carried = self.objective.carry.grad
-        assert carried is not None, "all losses have been added"
-        sums = carried.double()
+        sums_gradient = self.objective.sums_parameter.grad
+        assert sums_gradient is not None, "all losses have been added"
+        sums = sums_gradient.double()
         # Not the stop request, which one rank may have alone.
         sums[[*range(2), *range(3, len(sums))]] /= self.place.mesh.tensor
         return sums / self.objective.world
@@ -162,7 +162,7 @@ class MeshRunner(StepRunner):
         assert work is not None, "this rank is in the group"
         work.wait()
         totals = StepTotals.of(sums.tolist(), norm)
-        replica.laps.wait()
+        replica.phase_timer.wait()
         return [to_local(each.grad) for each in replica.trainable if each.grad is not None], totals
 
     def _norm(self, replica: TorchReplica) -> float:

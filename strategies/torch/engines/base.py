@@ -337,15 +337,15 @@ class TorchEngine(_ReplicaEngine):
                 train_step.rehearse(runner, share)
             replica.checked = replica.checked or (check and train_step.has_several_samples([share]))
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
-        self._carry_logged(runner.objective)
+        self._add_logged_names(runner.objective)
         runner.objective.begin()
         return every_used
 
-    def _carry_logged(self, objective: Objective) -> None:
-        """Let a step's sums carry the values that a throwaway micro-batch of any rank logged, or an earlier one."""
+    def _add_logged_names(self, objective: Objective) -> None:
+        """Add the values that a throwaway micro-batch of any rank logged, now or earlier, to a step's sums."""
         if objective.logged.names is None:
-            self.replica.logged = self._all_names({*self.replica.logged, *objective.logged.found})
-            objective.carry_logged(self.replica.logged)
+            self.replica.logged = self._all_names({*self.replica.logged, *objective.logged.first_names})
+            objective.add_logged_names(self.replica.logged)
 
     def _all_names(self, own: Collection[str]) -> tuple[str, ...]:
         """Return the names of all ranks, in one order; every rank calls it."""

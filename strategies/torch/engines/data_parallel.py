@@ -142,7 +142,7 @@ class DataParallel(ProcessGroupEngine):
         if any(flag for (flag,) in all_gather_ints([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed, check=check)
         else:
-            alone.objective.carry_logged(replica.logged)
+            alone.objective.add_logged_names(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
         # A parameter that only an earlier micro-batch uses has a gradient, and DDP would wait for another one. Ranks
         # decide together: after a loss, one may have the micro-batches of several data ranks.
@@ -154,13 +154,13 @@ class DataParallel(ProcessGroupEngine):
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         world = distributed.group.WORLD
         assert world is not None, "form() comes first"
-        runner = replace(alone, others=(world,))
+        runner = replace(alone, data_groups=(world,))
         if not replica.custom:
             parallel = ddp_without_buffer_sync(
                 alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
             )
             required = replica.trainable if every_used else ()
-            runner = replace(runner, parallel=parallel, local=parallel.no_sync, required=required)
+            runner = replace(runner, parallel=parallel, no_sync=parallel.no_sync, required=required)
             if self._group.size != 2:
                 self._throwaway(runner, feed, check=False)
         if replica.synchronized is not None:

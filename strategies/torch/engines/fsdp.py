@@ -108,10 +108,10 @@ class _ShardedRunner(MeshRunner):
     calls: _BlockCalls  # what each step ran
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def last_micro_batch(self) -> Iterator[None]:
         """Start the sums at the end of the last backward, before FSDP2 waits for the first layers' gradients."""
-        carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
-        hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.start_sums))  # type: ignore[no-untyped-call]
+        parameter = self.objective.sums_parameter  # its gradient is set before FSDP2 queues its own final callback
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.start_sums))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -188,10 +188,10 @@ class Sharded(ShardedModelEngine):
         place = self._placed
         runner = _ShardedRunner(
             objective=Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks),
-            local=self._before_the_last,
+            no_sync=self._before_the_last,
             calls=self._calls,
             place=place,
-            others=place.data_groups,
+            data_groups=place.data_groups,
         )
         if self.replica.autocast is not None:
             self._choose_gather_types(self.replica.autocast, runner.objective, feed)

@@ -138,7 +138,7 @@ class Pipeline(ShardedModelEngine):
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
         runner = StageRunner.of(self._executor(world), self._placed, self._shards)
         runner.rehearse(feed, check=self._wants_check(feed))
-        self._carry_logged(runner.objective)  # which the last stage alone has called
+        self._add_logged_names(runner.objective)  # only the last stage has called it
         return runner
 
     def _executor(self, world: int) -> StageExecutor:

@@ -248,7 +248,7 @@ def choose_layers(spec: ModelSpec, plan: Plan, model: nn.Module, degree: int, wh
     def call(model: nn.Module, on: Mapping[str, Tensor]) -> Any:
         if spec.step is not None and not spec.inputs:
             return spec.numbered(spec.step, 0)(model, on)
-        return functions.called(model, [on[name] for name in spec.inputs])
+        return functions.call_model(model, [on[name] for name in spec.inputs])
 
     given = found if spec.step else {name: found[name] for name in spec.inputs}
     return plan_layers(model, given, call, degree, where, named=spec.tensor_plan, sequence=plan.sequence)

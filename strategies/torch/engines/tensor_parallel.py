@@ -33,6 +33,6 @@ class TensorParallel(ShardedModelEngine):
             return super()._warmed(feed)
         self._check_start()
         objective = Objective(self.replica.model, self._caller(), world=1)
-        runner = MeshRunner(objective=objective, place=self._placed, others=self._placed.data_groups)
+        runner = MeshRunner(objective=objective, place=self._placed, data_groups=self._placed.data_groups)
         self._throwaway(runner, feed, check=self._wants_check(feed))
         return runner

@@ -190,7 +190,7 @@ class StageMessages:
     cut: SplitModel  # the model, which knows the shapes of what passes between sections
     links: StageLinks  # to the other stages
     schedule: str  # says which stage holds a section
-    laps: PhaseTimer  # takes the time of waiting
+    phase_timer: PhaseTimer  # takes the time of waiting
     # of the values that enter a section, where autocast makes them others than in a run without data
     dtypes: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _local_values: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
@@ -226,7 +226,7 @@ class StageMessages:
             return self._local_values.pop(operation, [])  # nothing is given to the first section
         buffers = self.links.receives[operation].wait()
         del self.links.receives[operation]  # only now: an error may leave it under way
-        self.laps.wait()
+        self.phase_timer.wait()
         return buffers
 
     def input_metas(self, operation: Operation, rows: int) -> list[Tensor]:
@@ -258,7 +258,7 @@ class StageMessages:
     def settle(self) -> None:
         """Wait until all has been sent."""
         self.links.settle()
-        self.laps.wait()
+        self.phase_timer.wait()
 
     def receive_dtypes(self, operation: Operation, rows: int) -> None:
         """Learn in which types the values that enter a section come, from the stage before."""

@@ -413,7 +413,7 @@ def split_stage(
 
     def forward(module: nn.Module, tensors: Sequence[Tensor]) -> Any:
         with replace(functions, device=device).precision():
-            return functions.called(module, tensors)
+            return functions.call_model(module, tensors)
 
     def prepare(module: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
         if spec.compile == "inductor":

@@ -67,7 +67,7 @@ class StageExecutor:
         self._schedule, self._chunks, self._stages = plan.schedule, plan.chunks, len(links.column)
         self.cut, self.objective, self.replica = cut, objective, replica
         self.stage = links.stage
-        self.messages = StageMessages(cut=cut, links=links, schedule=plan.schedule, laps=replica.laps)
+        self.messages = StageMessages(cut=cut, links=links, schedule=plan.schedule, phase_timer=replica.phase_timer)
         self._flights: dict[tuple[int, int], _MicroBatchInFlight] = {}
         self._halved: dict[int, bool] = {}
         self.begun: int | None = None
@@ -187,13 +187,13 @@ class StageExecutor:
                 self.replica.reseed(seed)
                 with self.replica.span("forward"):
                     self._forward(operation, share, ahead=bool(later))
-                self.replica.laps.forward()
+                self.replica.phase_timer.forward()
                 if number == last:
                     losses_done()
             else:
                 with self.replica.span("backward"):
                     self._backward(operation)
-                self.replica.laps.backward(reduced=False)
+                self.replica.phase_timer.backward(reduced=False)
 
     def _use(self, *, before: bool) -> None:
         """Use the weights before the last step, where they are kept, or the newest."""
@@ -206,9 +206,9 @@ class StageExecutor:
         given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
         made = self._run(operation, share, given)
         if self._ends_model(operation):
-            pull = self.objective.pulled(share, made)
-            self.objective.tell(pull)
-            flight = _MicroBatchInFlight(given=given, roots=[pull.values], slopes=[pull.slopes])
+            roots = self.objective.output_roots(share, made)
+            self.objective.add_sums(roots)
+            flight = _MicroBatchInFlight(given=given, roots=[roots.values], slopes=[roots.slopes])
         else:
             self._check(operation, share, made)
             self.messages.send(made, operation, ahead=ahead)
@@ -315,7 +315,7 @@ class StageRunner(MeshRunner):
             pipe=pipe,
             shared=_shared_parameters(pipe, place),
             place=place,
-            others=place.data_groups,
+            data_groups=place.data_groups,
             shards=shards,
         )
 
@@ -325,7 +325,7 @@ class StageRunner(MeshRunner):
         replica = self.pipe.replica
         with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking(check):
             if replica.autocast is not None:
-                with nullcontext() if self.shards is None else self.shards.choosing_types(replica, self.others):
+                with nullcontext() if self.shards is None else self.shards.choosing_types(replica, self.data_groups):
                     self.pipe.rehearse(given[0][1])
             self.run(given, feed)
         replica.checked = replica.checked or (check and has_several_samples(share for _, share in given))
@@ -360,7 +360,7 @@ class StageRunner(MeshRunner):
         if self.shards is None:
             super().reduce(replica)
         else:
-            self.shards.reduce(replica, self.others)
+            self.shards.reduce(replica, self.data_groups)
         for parameter, group, _ in self.shared:  # after the replicas, so that all copies come to the same bits
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -61,7 +61,7 @@ class ParameterWorker:
         pieces = tensor_pieces(shards)
         self._incoming = ParameterPull(replica.model, shards, replica.device)
         self._outgoing = GradientSender(replica, pieces, self._forms)
-        self._arrivals = OverlappedPull(replica.model, pieces, self._incoming, replica.laps)
+        self._arrivals = OverlappedPull(replica.model, pieces, self._incoming, replica.phase_timer)
         self._ahead = replica.spec.compile != "inductor" and self._arrivals.sees  # of what comes, forward may run
         self._largest = None if Consistency.parse(plan.consistency or "sync").waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
@@ -109,12 +109,12 @@ class ParameterWorker:
         """Compute a unit of one step, which starts while parameters of other machines still arrive."""
         if self._clients.shares or not self._ahead:
             self._begin(grant)
-            self.replica.laps.wait()
+            self.replica.phase_timer.wait()
             yield
             return
         self._undo()
         self._clients.pull(grant.needs, wait=False)
-        self.replica.laps.wait()
+        self.replica.phase_timer.wait()
         changing = set(self._changing)
         self._arrivals.begin(self._clients, lambda tensor: self._remember(tensor) if tensor in changing else None)
         with self._arrivals.waiting():
@@ -143,7 +143,7 @@ class ParameterWorker:
     def _train_unit(self, runner: _UnitRunner, feed: Feed, grant: Grant) -> StepReport:
         """Compute and push a unit of one step."""
         replica, outgoing, clients = self.replica, self._outgoing, self._clients
-        replica.laps.begin(feed.step)
+        replica.phase_timer.begin(feed.step)
         with replica.attempt() as attempt:
             with self._begun(grant):
                 outgoing.begin(clients)
@@ -154,8 +154,8 @@ class ParameterWorker:
                 by = clients.push(weight=done.weight, sums=sums, norm=done.norm or 0.0, logged=logged)
             outgoing.counted(by)
             attempt.applied = done.weight > 0
-        replica.laps.wait()
-        replica.laps.optimizer()
+        replica.phase_timer.wait()
+        replica.phase_timer.optimizer()
         return StepReport(
             step=feed.step + 1,
             loss=done.loss / done.weight if done.weight else 0.0,
@@ -163,8 +163,8 @@ class ParameterWorker:
             learning_rate=replica.rates.begin(feed.step, None, runner.where),
             gradient_norm=done.norm if self._largest is not None else None,
             overflowed=overflowed,
-            own_s=replica.laps.own_s,
-            phases=replica.laps.ended(),
+            own_s=replica.phase_timer.own_s,
+            phases=replica.phase_timer.ended(),
         )
 
     def _compute_unit(self, runner: _UnitRunner, feed: Feed) -> tuple[StepTotals, bool]:
@@ -193,7 +193,7 @@ class ParameterWorker:
             return replace(totals, weight=0.0, norm=None), overflowed
         factor, norm = objective.factor, totals.norm
         if norm is not None:
-            norm *= mean_factor(totals.weight, feed.rows, objective.carry.dtype)
+            norm *= mean_factor(totals.weight, feed.rows, objective.sums_parameter.dtype)
             if largest is not None:
                 factor = factor * clipping_factor(norm, largest)
         self._outgoing.rest(factor)
@@ -242,17 +242,19 @@ class _UnitObjective(Objective):
         super().begin()
         self._weight = None
 
-    def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
-        """Return the tensor to start backward from, given the result of `forward`; add up losses and weight."""
-        pull = super().pull(share, values, weights, carry)
-        self._weight = pull.sums[0] if self._weight is None else self._weight + pull.sums[0]
+    def backward_roots(
+        self, share: MicroBatchShare, values: Tensor, weights: Tensor, sums_parameter: Tensor
+    ) -> BackwardRoots:
+        """Return the roots of backward, given the result of `forward`; add up losses and weight."""
+        roots = super().backward_roots(share, values, weights, sums_parameter)
+        self._weight = roots.sums[0] if self._weight is None else self._weight + roots.sums[0]
         rows = max(share.rows, 1)
         if self._weight.device.type == "cpu":
             weight = float(self._weight)
-            self.factor = mean_factor(weight, rows, self.carry.dtype) / self.scale if weight else 0.0
+            self.factor = mean_factor(weight, rows, self.sums_parameter.dtype) / self.scale if weight else 0.0
         else:
             self.factor = torch.where(self._weight > 0, rows / self._weight, 0.0) / self.scale
-        return pull
+        return roots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +265,7 @@ class _UnitRunner(StepRunner):
     outgoing: GradientSender | None  # takes gradients as they come; None where they are clipped as a whole first
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def last_micro_batch(self) -> Iterator[None]:
         """Send each gradient of the last backward pass as soon as it is computed."""
         if self.outgoing is None:
             yield
@@ -468,14 +470,14 @@ class OverlappedPull(TorchFunctionMode):
         model: the worker's model.
         where: pieces of each tensor, by name.
         incoming: copies the tensors that have arrived into the model.
-        laps: counts the waiting time.
+        timer: counts the waiting time.
     """
 
     def __init__(
-        self, model: nn.Module, where: Mapping[str, Sequence[TensorPiece]], incoming: ParameterPull, laps: PhaseTimer
+        self, model: nn.Module, where: Mapping[str, Sequence[TensorPiece]], incoming: ParameterPull, timer: PhaseTimer
     ) -> None:
         super().__init__()
-        self._model, self._incoming, self._laps = model, incoming, laps
+        self._model, self._incoming, self._timer = model, incoming, timer
         self._pieces = {id(tensor): (tensor, where[name]) for name, tensor in named_tensors(model)}
         self._missing: dict[int, tuple[Tensor, Sequence[TensorPiece]]] = {}
         self._clients: ParameterClient | None = None
@@ -527,13 +529,13 @@ class OverlappedPull(TorchFunctionMode):
         if not waiting:
             return
         assert self._clients is not None, "begin() comes first"
-        self._laps.forward()
+        self._timer.forward()
         for tensor, pieces in waiting:
             for piece in pieces:
                 self._clients.pulled(piece.server, piece.slot.offset, piece.slot.size)
             self._incoming.take(pieces)
             self._arrived(tensor)
-        self._laps.wait()
+        self._timer.wait()
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

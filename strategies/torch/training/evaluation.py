@@ -134,7 +134,7 @@ def _terms(
     states: MetricStates,
 ) -> Iterator[tuple[str, Terms]]:
     """Yield loss and metrics of a micro-batch, and update those with state; outputs are computed once."""
-    columns = caller.wanted(batch) if through else caller.tensors(batch)
+    columns = caller.target_columns(batch) if through else caller.tensors(batch)
     if caller.spec.step:
         yield LOSS, caller.loss(model, columns, batch, layout)
         if not caller.spec.metrics:

@@ -4,11 +4,11 @@ A step's gradient is that of sum(values * weights) / W over the whole global bat
 rank's micro-batches contribute sum(values * weights) * world / rows, so that DDP's average over `world` ranks is
 already right where all weights are 1 (W = rows); otherwise one pass scales the gradients by rows / W.
 
-W, the sum of losses and the request to stop must be summed over the ranks too, before anything is applied. DDP's own
-reduction carries them: `carry` is one more parameter, whose gradient is set to those sums. DDP averages, so they are
-multiplied by the world size first. Beside them is whether a parameter got no gradient on a rank. Measurements of the
-gradient noise of the step before, or zeros, follow, so that the reduction is the same in each step; then come the sums
-and weights of the values that `tw.log` records.
+W, the sum of losses and the stop request must be summed over the ranks too, before anything is applied. DDP reduces
+them with the gradients: `sums_parameter` is one more parameter, whose gradient is set to these sums. DDP averages, so
+they are multiplied by the world size first. The fourth entry counts ranks where a parameter got no gradient. Three sums
+of the gradient noise of the previous step, or zeros, follow, so that each step reduces the same number of entries. The
+last entries are the sums and weights of the values that `tw.log` records.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from trainwright.strategies.torch.training.model_blocks import SelectiveRecomput
 from trainwright.strategies.torch.training.new_model import AUTOCAST_DTYPES
 
 _Function = Callable[[Any, Any], Any]
-_FunctionAt = Callable[[int], _Function]  # of the completed steps
+_FunctionAt = Callable[[int], _Function]  # by the number of completed steps
 _LOSS = "loss"  # key of the loss in a dict that step= returned
-_UNUSED = 3  # place among the sums: whether a parameter got no gradient
+_UNUSED_INDEX = 3  # of the sums: whether a parameter got no gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchShare:
-    """One micro-batch with what the objective has to know of it."""
+    """One micro-batch with its place in the global batch."""
 
     batch: Batch  # the micro-batch
     data_rank: int  # the data rank that computes it
@@ -71,7 +71,7 @@ class MicroBatchShare:
     layout: BatchLayout = WHOLE_BATCH  # how the global batch is divided
 
 
-_PREFETCHED_BYTES = 256 << 20  # of a feed; larger ones are copied when a micro-batch needs them
+_MAX_PREFETCHED_BYTES = 256 << 20  # of a feed; larger feeds are copied when a micro-batch needs them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,35 +105,35 @@ class JobFunctions:
         return SelectiveRecompute() if self.selective_recompute else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
-        """Return the columns that the job's functions take; for a step of the user's own, all that can be tensors."""
-        if batch.on_device is not None and (found := batch.on_device.take()) is not None:
-            return cast(batches.Tensors, found)
-        wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
-        return batches.to_tensors(self.spec.collation(batch), wanted, self.device)
+        """Return the columns that the job's functions take; for `step=`, all columns that can be tensors."""
+        if batch.on_device is not None and (tensors := batch.on_device.take()) is not None:
+            return cast(batches.Tensors, tensors)
+        names = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
+        return batches.to_tensors(self.spec.collation(batch), names, self.device)
 
     def inputs(self, batch: Batch) -> batches.Tensors:
         """Return the columns that the model takes."""
         return batches.to_tensors(self.spec.collation(batch), self.spec.inputs, self.device)
 
-    def wanted(self, batch: Batch) -> batches.Tensors:
+    def target_columns(self, batch: Batch) -> batches.Tensors:
         """Return the columns that loss and metrics take."""
         return batches.to_tensors(self.spec.collation(batch), dict.fromkeys(self.spec.targets), self.device)
 
-    def called(self, model: nn.Module, given: Sequence[Tensor], **more: Any) -> Any:
-        """Call the model with the input columns, which are given in their order, and with more keyword arguments."""
+    def call_model(self, model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> Any:
+        """Call the model with the input columns, in their order, and with more keyword arguments."""
         if self.spec.keywords:
-            return model(**dict(zip(self.spec.keywords, given, strict=True)), **more)
-        return model(*given, **more)
+            return model(**dict(zip(self.spec.keywords, inputs, strict=True)), **options)
+        return model(*inputs, **options)
 
-    def outputs(self, model: nn.Module, columns: batches.Tensors, **more: Any) -> Any:
+    def outputs(self, model: nn.Module, columns: batches.Tensors, **options: Any) -> Any:
         """Return the model's outputs for the input columns."""
         with TorchUserCode("the model", self.where):
-            return self.called(model, [columns[name] for name in self.spec.inputs], **more)
+            return self.call_model(model, [columns[name] for name in self.spec.inputs], **options)
 
     def targets(self, columns: batches.Tensors) -> Any:
         """Return the target column, or a tuple where there are several."""
-        chosen = tuple(columns[name] for name in self.spec.targets)
-        return chosen[0] if len(chosen) == 1 else chosen
+        targets = tuple(columns[name] for name in self.spec.targets)
+        return targets[0] if len(targets) == 1 else targets
 
     def loss(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
@@ -158,8 +158,8 @@ class JobFunctions:
     ) -> str:
         """Return why a loss could not be checked; empty where it was. Raises as `check_divisible`.
 
-        One that takes the number of the step is checked with that of the last step too: a part of it may have the
-        weight 0 at first.
+        A loss that takes the step number is also checked at the last step: one of its parts may have the weight 0 at
+        first.
         """
         parameters = () if model is None else tuple(model.parameters())
         last = max(layout.step, self.spec.total_steps - 1) if self.spec.takes_step else layout.step
@@ -171,25 +171,25 @@ class JobFunctions:
             )
             for step in dict.fromkeys((layout.step, last))
         ]  # fmt: skip
-        modes = (nullcontext,) if model is None else (partial(evaluation_mode, model), partial(_own_training, model))
-        compiled = self.spec.compile == "inductor"  # for each number of rows anew
+        modes = (nullcontext,) if model is None else (partial(evaluation_mode, model), partial(_eval_layers, model))
+        compiled = self.spec.compile == "inductor"  # it would compile again for each number of rows
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             problems = [check_divisible(call, layout, self.where, modes) for call in calls]
         return next(filter(None, problems), "")
 
-    def turns(
+    def update_losses(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout, names: Sequence[str]
     ) -> Iterator[tuple[str, Terms]]:
-        """Yield the name and the loss terms of each update of a step, which goes on after the update."""
+        """Yield the optimizer name and the loss terms of each update of a step; the step goes on after the update."""
         assert self.spec.step is not None, "several optimizers need step="
         if self.checking:  # the sum of the losses
             with self.precision():
                 self._check("step=", partial(partial, _step_loss, self, model), dict(columns), (), batch, layout, model)
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode("step=", self.where):
-            yielded = self.spec.numbered(self.spec.step, layout.step)(model, dict(columns))
-        if not inspect.isgenerator(yielded):
-            problem = f"step= returned {type(yielded).__name__}, and the job has several optimizers: {_YIELD}"
+            updates = self.spec.numbered(self.spec.step, layout.step)(model, dict(columns))
+        if not inspect.isgenerator(updates):
+            problem = f"step= returned {type(updates).__name__}, and the job has several optimizers: {_YIELD}"
             raise JobError([problem], where=self.where)
         while True:
             with (
@@ -198,10 +198,10 @@ class JobFunctions:
                 gather_with(rows.gather),
                 self._logging(rows, batch),
             ):
-                item = next(yielded, None)
+                item = next(updates, None)
             if item is None:
                 return
-            name, loss = _turn_of(item, self.where)
+            name, loss = _named_loss(item, self.where)
             if name not in names:
                 raise JobError([f"step= yielded {name!r}: {nearest(name, names)}"], where=self.where)
             result = batch_mean("step=", loss, self.spec.weight, columns, self.where)
@@ -223,24 +223,24 @@ class JobFunctions:
         return self._terms(what, lambda _: self._functions[what], outputs, self.targets(columns), batch, layout)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
-        """Return the loss terms of given outputs."""
+        """Return the loss terms of some outputs."""
         function_at = partial(self.spec.numbered, self._functions["loss="])
         return self._terms("loss=", function_at, outputs, self.targets(columns), batch, layout)
 
     @cached_property
     def mean_metrics(self) -> frozenset[str]:
-        """Names of the metrics that are means over samples; the others have state."""
+        """Names of the metrics that are means over samples; all other metrics have state."""
         return frozenset(name for name, metric in self.spec.metrics.items() if not is_stateful(metric))
 
     @cached_property
     def _functions(self) -> dict[str, _Function]:
         """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
         metrics = {f"metric {name!r}": self.spec.metrics[name] for name in self.mean_metrics}
-        given = {"loss=": self.spec.loss, **metrics}
-        counts = self.spec.weight is not None
+        functions = {"loss=": self.spec.loss, **metrics}
+        has_weight = self.spec.weight is not None
         return {
-            what: outputs_first(function if counts and what == "loss=" else per_sample(function))
-            for what, function in ((what, to_device(each, self.device)) for what, each in given.items())
+            what: outputs_first(function if has_weight and what == "loss=" else per_sample(function))
+            for what, function in ((what, to_device(each, self.device)) for what, each in functions.items())
             if function is not None
         }
 
@@ -255,7 +255,7 @@ class JobFunctions:
         model: nn.Module | None = None,
     ) -> Terms:
         """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
-        unchecked = self._check(what, function_at, given, targets, batch, layout, model) if self.checking else ""
+        unchecked_reason = self._check(what, function_at, given, targets, batch, layout, model) if self.checking else ""
         function = function_at(layout.step)
         if what in ("loss=", "step="):
             function = partial(self._measured, what, function)
@@ -263,8 +263,9 @@ class JobFunctions:
         with TorchUserCode(what, self.where), gather_with(rows.gather), self._logging(rows, batch):
             result = function(given, targets)
         if isinstance(result, BatchMean):
-            if unchecked and result.count is None:
-                raise JobError([mean_message(what, f"it could not be compared: {unchecked}", layout)], where=self.where)
+            if unchecked_reason and result.count is None:
+                problem = f"it could not be compared: {unchecked_reason}"
+                raise JobError([mean_message(what, problem, layout)], where=self.where)
             result = result.of_rows(batch.rows)
         compared = (given, targets, result.values if isinstance(result, Terms) else result)
         comparable = all(isinstance(each, Tensor) for each in compared)
@@ -276,13 +277,13 @@ class JobFunctions:
         """Return the context in which `tw.log` records values of a micro-batch."""
         record = self.record
 
-        def take(name: str, value: Any) -> None:
+        def record_value(name: str, value: Any) -> None:
             assert record is not None, "the context is for a recorder"
             if problem := log_name_problem(name, self.spec.metrics):
                 raise JobError([problem], where=self.where)
             record(name, _logged_terms(f"tw.log({name!r})", rows.own(value), batch, self.where))
 
-        return nullcontext() if record is None else log_with(take)
+        return nullcontext() if record is None else log_with(record_value)
 
     def _measured(self, what: str, function: _Function, given: Any, targets: Any) -> Any:
         """Call a loss or a step; one number for the batch is returned as BatchMean."""
@@ -297,32 +298,32 @@ class JobFunctions:
 class BackwardRoots:
     """The roots of a micro-batch's backward and their gradients."""
 
-    values: Tensor  # losses, of the graph
-    slopes: Tensor  # derivative of the objective by each value
-    carry: Tensor  # the parameter `carry` as it is seen from the graph
+    values: Tensor  # losses, with their graph
+    slopes: Tensor  # derivative of the objective by each loss
+    sums_parameter: Tensor  # a view of `Objective.sums_parameter` in the graph
     sums: Tensor  # its gradient
 
     def backward(self) -> None:
         """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
-        accumulate_gradients((self.values, self.carry), (self.slopes, self.sums))
+        accumulate_gradients((self.values, self.sums_parameter), (self.slopes, self.sums))
 
-    def backward_apart(self, find_unused: Callable[[], Sequence[nn.Parameter]]) -> None:
-        """As `backward`, with the sums after the losses, to tell all ranks of parameters without a gradient.
+    def backward_losses_first(self, find_unused: Callable[[], Sequence[nn.Parameter]]) -> None:
+        """Run `backward` for the losses, then for the sums, which tell all ranks of parameters without a gradient.
 
-        Those that `find_unused` returns, for whose gradients DDP waits, get zeros.
+        DDP waits for the gradients of the parameters that `find_unused` returns: they get zeros.
         """
         accumulate_gradients((self.values,), (self.slopes,))
         unused = find_unused()
         if unused:
-            self.sums[_UNUSED] = 1.0
-        accumulate_gradients((self.carry, *unused), (self.sums, *map(torch.zeros_like, unused)))
+            self.sums[_UNUSED_INDEX] = 1.0
+        accumulate_gradients((self.sums_parameter, *unused), (self.sums, *map(torch.zeros_like, unused)))
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; at the end each module is in its earlier mode again.
+    """Put a model into evaluation mode, and restore the mode of each module at the end.
 
-    Both go through `train()`, in which a module may do more, such as merging weights and taking them apart.
+    Both call `train()`, which a module may override, such as to merge and split weights.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -335,8 +336,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _own_training(model: nn.Module) -> Iterator[None]:
-    """Put torch's own layers into evaluation mode, such as dropout and batch norm, and leave the others as they are."""
+def _eval_layers(model: nn.Module) -> Iterator[None]:
+    """Put layers of torch, such as dropout and batch norm, into evaluation mode; other modules keep their mode."""
     layers = [each for each in model.modules() if each.training and type(each).__module__.startswith("torch.nn.")]
     for layer in layers:
         layer.training = False
@@ -357,20 +358,20 @@ class _LoggedValues:
     """Sums of the values that `tw.log` recorded in a micro-batch.
 
     Attributes:
-        names: of the values, in the order of their sums; None until the first micro-batch has shown them.
-        found: names in that micro-batch.
+        names: of the values, in the order of their sums; None until the first micro-batch has ended.
+        first_names: names in the first micro-batch.
     """
 
     def __init__(self, where: str) -> None:
         self.names: tuple[str, ...] | None = None
-        self.found: set[str] = set()
+        self.first_names: set[str] = set()
         self._where = where
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, terms: Terms) -> None:
         """Add the terms of a value. Raises JobError for a name that is not among `names`."""
         if self.names is None:
-            self.found.add(name)
+            self.first_names.add(name)
             return
         if name not in self.names:
             problem = (
@@ -393,7 +394,7 @@ class _LoggedValues:
 
 
 class DevicePrefetcher:
-    """Copies the batches of feeds to the device before their step, on a GPU beside the step before. For one thread."""
+    """Copies the batches of feeds to the device, on a GPU during the step before theirs. For one thread."""
 
     def __init__(self, caller: JobFunctions, device: torch.device) -> None:
         self._caller = caller
@@ -405,14 +406,14 @@ class DevicePrefetcher:
         A collate function of the user is called in the step, which seeds its random numbers.
         """
         arrays = [array for part in feed.parts for batch in part for array in batch.columns.values()]
-        if self._caller.spec.collation.function or sum(map(batches.size_bytes, arrays)) > _PREFETCHED_BYTES:
+        if self._caller.spec.collation.function or sum(map(batches.size_bytes, arrays)) > _MAX_PREFETCHED_BYTES:
             return feed
         try:
-            return replace(feed, parts=tuple(tuple(map(self._copied, part)) for part in feed.parts))
+            return replace(feed, parts=tuple(tuple(map(self._copy_batch, part)) for part in feed.parts))
         except (TrainwrightError, torch.OutOfMemoryError):
             return feed
 
-    def _copied(self, batch: Batch) -> Batch:
+    def _copy_batch(self, batch: Batch) -> Batch:
         if self._stream is None:
             return replace(batch, on_device=batches.DeviceColumns(self._caller.tensors(batch), None))
         with torch.cuda.stream(self._stream):
@@ -421,19 +422,19 @@ class DevicePrefetcher:
 
 
 class Objective(nn.Module):
-    """Model, loss and `carry` as one module, so that DDP sees every use of every parameter.
+    """Model, loss and `sums_parameter` as one module, so that DDP sees every use of every parameter.
 
     Args:
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, ranks with a
-            parameter without a gradient, noise sums, sum and weight of each logged value).
+        sums_parameter: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, ranks with
+            a parameter without a gradient, noise sums, sum and weight of each logged value).
         logged: the values that the job logs.
         micro_losses: the step's micro-batches so far, with their losses.
-        changed: columns of these micro-batches that the job's functions changed in place, so that to take the step
-            again would be another step. A copy of the columns, as on a GPU, does not count.
-        news: three sums of gradient noise that the next micro-batch adds, once.
+        changed: columns of these micro-batches that the job's functions changed in place, so that the step cannot be
+            repeated. A change of a copy of the columns, as on a GPU, does not count.
+        noise_sums: three sums of gradient noise that the next micro-batch adds, once.
         scale: the factor of the gradients.
     """
 
@@ -446,19 +447,19 @@ class Objective(nn.Module):
         # In float64 where parameters in float64 are trained, so that the sums share their buckets.
         trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         kind = torch.float64 if torch.float64 in trained else torch.float32
-        self.carry = nn.Parameter(torch.zeros(7, dtype=kind, device=caller.device))
+        self.sums_parameter = nn.Parameter(torch.zeros(7, dtype=kind, device=caller.device))
         self.scale = 1.0
         self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
         self.changed: set[str] = set()
-        self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
-        self.news: tuple[Tensor, ...] = self._no_news
+        self._no_noise_sums = torch.zeros(3, dtype=kind, device=caller.device).unbind()
+        self.noise_sums: tuple[Tensor, ...] = self._no_noise_sums
         self._stop_values = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
     @contextmanager
-    def checking(self, wanted: bool) -> Iterator[None]:
-        """Refuse, inside this context, a loss with state and, where wanted, one that depends on the division."""
+    def checking(self, division: bool) -> Iterator[None]:
+        """Refuse, inside this context, a loss with state and, with `division`, one that depends on the layout."""
         caller, spec = self.caller, self.caller.spec
-        self.caller = replace(caller, checking=wanted)
+        self.caller = replace(caller, checking=division)
         try:
             what, function = ("step=", spec.step) if spec.step else ("loss=", spec.loss)
             with unchanged_buffers(what, function, self.model, caller.where):
@@ -467,50 +468,51 @@ class Objective(nn.Module):
             self.caller = caller
 
     def begin(self) -> None:
-        """Forget the sums and losses of the step before."""
-        self.carry.grad = None
+        """Forget the sums and losses of the previous step."""
+        self.sums_parameter.grad = None
         self.micro_losses.clear()
         self.changed.clear()
         self.logged.forget()
 
-    def carry_logged(self, names: Collection[str]) -> None:
-        """Carry the sums of these logged values from now on. To be called before DDP holds `carry`."""
+    def add_logged_names(self, names: Collection[str]) -> None:
+        """Add logged values to the sums of all later steps. Call it before DDP wraps this module."""
         self.logged.names = tuple(names)
         if names:
-            self.carry = nn.Parameter(self.carry.new_zeros(7 + 2 * len(names)))
+            self.sums_parameter = nn.Parameter(self.sums_parameter.new_zeros(7 + 2 * len(names)))
 
     def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
-        """Return losses and weights, both (samples,) or (samples, k), and `carry`.
+        """Return losses and weights, both (samples,) or (samples, k), and `sums_parameter`.
 
         Raises:
             JobError: the loss is of the wrong shape or has no gradient.
             UserCodeError: the user's code raised.
         """
         columns = self.caller.tensors(share.batch)
-        before = {name: (tensor, version_of(tensor)) for name, tensor in columns.items()}
+        versions = {name: (tensor, version_of(tensor)) for name, tensor in columns.items()}
         values, weights = self.caller.loss(self.model, columns, share.batch, share.layout)
-        for name, (tensor, version) in before.items():
+        for name, (tensor, version) in versions.items():
             if version_of(tensor) != version and batches.shares_memory(tensor, share.batch):
                 self.changed.add(name)
         self._check(values)
-        return values, weights, self.carry.view(-1)
+        return values, weights, self.sums_parameter.view(-1)
 
-    def pulled(self, share: MicroBatchShare, outputs: Any) -> BackwardRoots:
+    def output_roots(self, share: MicroBatchShare, outputs: Any) -> BackwardRoots:
         """Return the roots of backward, given a micro-batch's outputs. Raises as `forward`."""
-        columns = self.caller.wanted(share.batch)
+        columns = self.caller.target_columns(share.batch)
         with self.caller.precision():
             values, weights = self.caller.loss_of(outputs, columns, share.batch, share.layout)
         self._check(values)
-        return self.pull(share, values, weights, self.carry)
+        return self.backward_roots(share, values, weights, self.sums_parameter)
 
-    def tell(self, pull: BackwardRoots) -> None:
-        """Add a micro-batch's sums to `carry` where no backward does."""
-        self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
+    def add_sums(self, roots: BackwardRoots) -> None:
+        """Add a micro-batch's sums to the gradient of `sums_parameter` where no backward does."""
+        earlier_sums = self.sums_parameter.grad
+        self.sums_parameter.grad = roots.sums if earlier_sums is None else earlier_sums + roots.sums
 
     def add_stop_request(self, stop_requested: bool) -> None:
-        """Set the sums of a rank without losses: its stop request alone."""
-        own = torch.stack((*self._no_news[:2], self._stop_values[stop_requested])) * self.world
-        self.carry.grad = nn.functional.pad(own, (0, len(self.carry) - len(own)))
+        """Set the sums of a rank without losses: only its stop request."""
+        sums = torch.stack((*self._no_noise_sums[:2], self._stop_values[stop_requested])) * self.world
+        self.sums_parameter.grad = nn.functional.pad(sums, (0, len(self.sums_parameter) - len(sums)))
 
     def _check(self, values: Tensor) -> None:
         if not values.requires_grad:
@@ -519,27 +521,30 @@ class Objective(nn.Module):
                 where=self.caller.where,
             )
 
-    def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
-        """Return the roots of backward, given what `forward` returned, and remember the losses."""
+    def backward_roots(
+        self, share: MicroBatchShare, values: Tensor, weights: Tensor, sums_parameter: Tensor
+    ) -> BackwardRoots:
+        """Return the roots of backward, given the result of `forward`, and record the losses."""
         losses = values.detach()
         self.micro_losses.append((share, losses))
-        kind = self.carry.dtype
+        dtype = self.sums_parameter.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
-        news = self.news
-        if news is not self._no_news:
-            self.news = self._no_news
-        sums = torch.stack((weight, loss, self._stop_values[share.stop_requested], self._no_news[0], *news)).to(kind)
+        noise_sums = self.noise_sums
+        if noise_sums is not self._no_noise_sums:
+            self.noise_sums = self._no_noise_sums
+        stop_requested, unused = self._stop_values[share.stop_requested], self._no_noise_sums[0]
+        sums = torch.stack((weight, loss, stop_requested, unused, *noise_sums)).to(dtype)
         if self.logged.names:
             sums = torch.cat((sums, *self.logged.take(sums)))
         sums.mul_(self.world)
         factor = 0.0 if share.zero_weight else self.scale * self.world / max(share.rows, 1)
-        return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
+        return BackwardRoots(values=values, slopes=weights * factor, sums_parameter=sums_parameter, sums=sums)
 
 
 _YIELD = 'write `yield "generator", losses` for each update, with the name of the optimizer'
 
 
-def _turn_of(item: Any, where: str) -> tuple[str, Any]:
+def _named_loss(item: Any, where: str) -> tuple[str, Any]:
     """Return the name and the loss that a step yielded. Raises JobError."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
         return item
@@ -547,10 +552,10 @@ def _turn_of(item: Any, where: str) -> tuple[str, Any]:
 
 
 def _step_loss(caller: JobFunctions, model: nn.Module, step: int, columns: Any, _: Any) -> Any:
-    """Call the job's step; return its loss, which is the sum where it yields several, and log the other values."""
+    """Call the job's step; return its loss, or the sum of the losses that it yields, and log its other values."""
     assert caller.spec.step is not None, "the job has step="
-    result = _sum_of_turns(caller.spec.numbered(caller.spec.step, step)(model, dict(columns)), caller.where)
-    if type(result) is not dict:  # outputs of Hugging Face's models are of classes derived from it
+    result = _sum_of_losses(caller.spec.numbered(caller.spec.step, step)(model, dict(columns)), caller.where)
+    if type(result) is not dict:  # outputs of Hugging Face models are of subclasses of dict
         return result
     if _LOSS not in result:
         problem = f'step= returned a dict with the keys {", ".join(map(repr, result))}: add "loss", one per sample'
@@ -561,12 +566,12 @@ def _step_loss(caller: JobFunctions, model: nn.Module, step: int, columns: Any, 
     return result[_LOSS]
 
 
-def _sum_of_turns(result: Any, where: str) -> Any:
-    """Return the sum of the losses that a step yields, for an evaluation; what it returned otherwise."""
+def _sum_of_losses(result: Any, where: str) -> Any:
+    """Return the sum of the losses that a step yields, for an evaluation; any other result unchanged."""
     if not inspect.isgenerator(result):
         return result
     losses = []
-    for name, loss in (_turn_of(item, where) for item in result):
+    for name, loss in (_named_loss(item, where) for item in result):
         log(name, loss)
         losses.append(loss)
     shapes = {tuple(getattr(loss, "shape", ())) if isinstance(loss, Tensor) else type(loss).__name__ for loss in losses}
@@ -576,21 +581,21 @@ def _sum_of_turns(result: Any, where: str) -> Any:
     return torch.stack(losses).sum(0)
 
 
-# --- What a loss or metric returned -----------------------------------------------------------------------------------
+# --- Results of losses and metrics ------------------------------------------------------------------------------------
 
 
 def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
     """Return the values of a loss or metric with their weights, the weights of the samples included.
 
-    Values of weight 0 do not count, whatever they are: not even if they are not finite.
+    Values of weight 0 do not count, even if they are not finite.
 
     Args:
         what: names the function, such as `loss=`.
-        result: what it returned: (samples,) or (samples, ...) values, or Terms.
+        result: its result: (samples,) or (samples, ...) values, or Terms.
         batch: the micro-batch, with (samples,) weights.
 
     Raises:
-        JobError: it is not a tensor, it was reduced, or its first dimension is not the batch.
+        JobError: the result is not a tensor, was reduced, or has another first dimension than the batch.
     """
     values = result.values if isinstance(result, Terms) else result
     if problem := _values_problem(what, values, batch.rows):
@@ -601,8 +606,8 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
     if values.dim() > 1:
         weights = _rowwise(weights, values).expand_as(values)
     if isinstance(result, Terms):
-        own = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
-        weights = weights * _expanded(what, own, values, where)
+        user_weights = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
+        weights = weights * _expanded(what, user_weights, values, where)
     if isinstance(result, Terms) or np.count_nonzero(batch.weights) < batch.rows:
         values = values.masked_fill(weights == 0.0, 0.0)
     return Terms(values, weights)
@@ -630,9 +635,9 @@ def _values_problem(what: str, values: Any, rows: int) -> str:
     if not isinstance(values, Tensor):
         return f"{what} returned {type(values).__name__}: return a tensor with one value per sample"
     if values.dim() == 0:
-        loss = 'one loss per sample: use reduction="none"'
-        wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
-        return f"{what} returned a single number: return {wanted}, or Terms(values, weights)"
+        per_sample_loss = 'one loss per sample: use reduction="none"'
+        advice = "one value per sample, without a mean" if what.startswith("metric") else per_sample_loss
+        return f"{what} returned a single number: return {advice}, or Terms(values, weights)"
     if values.shape[0] == rows:
         return ""
     return (
@@ -643,9 +648,9 @@ def _values_problem(what: str, values: Any, rows: int) -> str:
 
 def _expanded(what: str, weights: Tensor, values: Tensor, where: str) -> Tensor:
     """Return the user's weights in the shape of the values. Raises JobError where they do not fit."""
-    leading = weights.shape == values.shape[: weights.dim()]
+    has_leading_shape = weights.shape == values.shape[: weights.dim()]
     try:
-        return (_rowwise(weights, values) if leading else weights).expand_as(values)
+        return (_rowwise(weights, values) if has_leading_shape else weights).expand_as(values)
     except RuntimeError:
         shapes = f"{tuple(weights.shape)} for values of shape {tuple(values.shape)}"
         problem = f"{what} has weights of shape {shapes}: give each value its weight"

@@ -83,7 +83,7 @@ class TorchReplica:
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
         confirm: called before a result of collectives is taken; raises PeerLost where it is not valid.
-        laps: times the phases of its steps.
+        phase_timer: times the phases of its steps.
         versions: stashed weights of a streamed pipeline; None where steps use the newest.
         begun: buffers from before the first forward of the next step; None where none has run.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
@@ -148,7 +148,7 @@ class TorchReplica:
         self.rates = LearningRates(spec, self.optimizer, where)
         mean = spec.weight_average
         self.average = None if mean is None else AveragedWeights(mean, spec.epoch_steps, self.trainable)
-        self.laps = PhaseTimer(device)
+        self.phase_timer = PhaseTimer(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = {
             f"{prefix}.{key}" if prefix else key: (module, key)
@@ -164,7 +164,7 @@ class TorchReplica:
 
     @contextmanager
     def finding_last(self) -> Iterator[None]:
-        """Find which parameter's gradient comes last in a backward; `laps` is told of it from then on."""
+        """Find which parameter's gradient comes last in a backward; `phase_timer` is told of it from then on."""
         seen: list[nn.Parameter] = []
         handles = [add_gradient_hook(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
         try:
@@ -173,7 +173,7 @@ class TorchReplica:
             for handle in handles:
                 handle.remove()
         if seen and self._last is None:
-            self._last = add_gradient_hook(seen[-1], lambda _: self.laps.own())
+            self._last = add_gradient_hook(seen[-1], lambda _: self.phase_timer.own())
 
     def move(self, device: torch.device) -> None:
         """Move to another device. Only a replica that was never trained can: its optimizer holds no state yet.
@@ -182,7 +182,7 @@ class TorchReplica:
         """
         if device != self.device:
             assert self.step is None, "a trained replica stays where it is"
-            self.device, self.laps = device, PhaseTimer(device)
+            self.device, self.phase_timer = device, PhaseTimer(device)
             self.model.to(device)
             self.versions = WeightStash(self.trainable) if self.versions else None
             if self.spec.weight_average is not None:

@@ -1,8 +1,8 @@
 """One training step: backward of the micro-batches, one reduction, check for finite values, scale, clip, apply.
 
-In sampled steps hooks see the gradient of each micro-batch before DDP does, to measure gradient noise; they change
-nothing. The norm of the averaged gradient is known only after the reduction has started, so that the measurements are
-reduced with the sums of the next step.
+In sampled steps, hooks measure the gradient noise: they read the gradient of each micro-batch before DDP reduces it.
+The norm of the averaged gradient is known only after the reduction has started. Therefore the next step reduces these
+measurements with its sums.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, Lo
 
 
 class UnusedParameters(Exception):
-    """A parameter for whose gradient DDP waits got none on some rank; nothing was applied. Every rank raises it."""
+    """A parameter got no gradient on some rank, and DDP waits for it. Nothing was applied; every rank raises this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,18 @@ class StepTotals:
     weight: float
     loss: float
     stop_requested: bool
-    unused: bool  # a parameter for whose gradient DDP waits got none on some rank
-    told: tuple[float, ...]  # sums of gradient noise, reduced beside them
-    logged: tuple[float, ...]  # sum and weight of each logged value in turn
-    norm: float | None  # of the averaged gradient, where it is wanted
+    unused: bool  # on some rank a required parameter got no gradient
+    noise_sums: tuple[float, ...]  # of the gradient noise
+    logged: tuple[float, ...]  # alternating sum and weight of each logged value
+    norm: float | None  # of the averaged gradient; None where it is not requested
 
     @classmethod
     def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
-        """Return the totals from the reduced gradient of `Objective.carry`."""
-        weight, loss, stop_requested, unused, *others = sums
+        """Return the totals from the reduced gradient of `Objective.sums_parameter`."""
+        weight, loss, stop_requested, unused, *optional_sums = sums
         return cls(
-            weight=weight, loss=loss, stop_requested=stop_requested > 0.5, unused=unused > 0, told=tuple(others[:3]),
-            logged=tuple(others[3:]), norm=norm,
+            weight=weight, loss=loss, stop_requested=stop_requested > 0.5, unused=unused > 0,
+            noise_sums=tuple(optional_sums[:3]), logged=tuple(optional_sums[3:]), norm=norm,
         )  # fmt: skip
 
 
@@ -74,16 +74,16 @@ class StepTotals:
 class StepRunner:
     """Runs the micro-batches of a step."""
 
-    objective: Objective  # the objective itself
-    parallel: nn.Module | None = None  # DDP around it; None without
-    # parameters of whose gradients this rank sees those of each micro-batch, to sample their noise
+    objective: Objective
+    parallel: nn.Module | None = None  # DDP around the objective; None without DDP
+    # parameters whose gradients of each micro-batch this rank reads, to sample their noise
     observed: Sequence[nn.Parameter] = ()
-    local: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context in which backward does not reduce
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context in which backward does not reduce
     # parameters that must get a gradient in each step, since DDP waits for it
     required: Sequence[nn.Parameter] = ()
-    measures_own_time: bool = True  # a rank's own work can be timed apart from its waits
-    # groups of ranks with other data, which together reach all of them
-    others: tuple[distributed.ProcessGroup, ...] = ()
+    measures_own_time: bool = True  # the time of a rank's own work is measured without its waits
+    # groups of ranks with other data; together they reach all data ranks
+    data_groups: tuple[distributed.ProcessGroup, ...] = ()
 
     @cached_property
     def probe(self) -> GradientNoiseProbe:
@@ -95,41 +95,41 @@ class StepRunner:
         """The rank, for errors."""
         return self.objective.caller.where
 
-    def unused(self) -> list[nn.Parameter]:
-        """Return the required parameters without a gradient. Raises JobError where DDP cannot do without it."""
-        found = [each for each in self.required if each.grad is None]
-        for name, module in self.objective.model.named_modules() if found else ():
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the required parameters without a gradient. Raises JobError for an embedding with sparse gradients."""
+        unused = [parameter for parameter in self.required if parameter.grad is None]
+        for name, module in self.objective.model.named_modules() if unused else ():
             sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-            if sparse and any(each is module.weight for each in found):
+            if sparse and any(parameter is module.weight for parameter in unused):
                 problem = f"embedding {name!r} has sparse gradients, and is not used in this batch, which DDP of torch "
                 raise JobError(
                     [f"{problem}cannot reduce: set sparse=False, or use it in every batch"], where=self.where
                 )
-        return found
+        return unused
 
-    def ending(self) -> AbstractContextManager[Any]:
+    def last_micro_batch(self) -> AbstractContextManager[Any]:
         """Return a context for a step's last micro-batch."""
         return nullcontext()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
         """Run forward and backward of every micro-batch; the last backward reduces the gradients."""
         self.objective.begin()
-        each = micro_batches_of(feed)
-        for number, (micro, share) in enumerate(each):
+        micro_batches = micro_batches_of(feed)
+        for number, (micro, share) in enumerate(micro_batches):
             replica.reseed(fold_seed(replica.spec.seed, feed.step, micro, share.data_rank, 0))
-            last = number == len(each) - 1
+            last = number == len(micro_batches) - 1
             if replica.synchronized is not None:
                 replica.synchronized.counts = sample_rows(share.batch) > 0
-            with self.ending() if last else self.local():
-                _run_micro_batch(self, share, replica.laps.forward)
-            replica.laps.backward(reduced=last and self.parallel is not None)
+            with self.last_micro_batch() if last else self.no_sync():
+                _run_micro_batch(self, share, replica.phase_timer.forward)
+            replica.phase_timer.backward(reduced=last and self.parallel is not None)
             if sampled:
-                self.probe.count(share)
+                self.probe.end_micro_batch(share)
 
     def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
         """Return averaged gradients and sums over all ranks."""
-        present = [parameter.grad for parameter in replica.trainable if parameter.grad is not None]
-        return present, read_totals(self, present, wants_norm=wants_norm)
+        gradients = [parameter.grad for parameter in replica.trainable if parameter.grad is not None]
+        return gradients, read_totals(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
@@ -140,26 +140,26 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
     """
     if replica.custom:
-        return _train_by_turns(replica, runner, feed)
-    laps, probe, spec, scale = replica.laps, runner.probe, replica.spec, replica.scale
+        return _train_several_updates(replica, runner, feed)
+    timer, probe, spec, scale = replica.phase_timer, runner.probe, replica.spec, replica.scale
     _scale_losses(runner.objective, scale)
-    laps.begin(feed.step)
+    timer.begin(feed.step)
     sampled = probe.due(feed)
     with replica.attempt() as attempt:
-        probe.send()
+        probe.send_sums()
         with probe.watching() if sampled else nullcontext():
             runner.accumulate(replica, feed, sampled=sampled)
         with span("reduce"):
-            average_statistics(replica.norms, feed, runner.others)
+            average_statistics(replica.norms, feed, runner.data_groups)
             wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
             gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
             replica.confirm()
         if totals.unused:
             raise UnusedParameters
-        length = None if totals.norm is None else totals.norm / runner.objective.scale
-        scatter = probe.heard(totals.told)
-        if length is not None:
-            totals = replace(totals, norm=length if wants_norm else None)
+        unscaled_norm = None if totals.norm is None else totals.norm / runner.objective.scale
+        scatter = probe.read_scatter(totals.noise_sums)
+        if unscaled_norm is not None:
+            totals = replace(totals, norm=unscaled_norm if wants_norm else None)
         overflowed = has_overflowed(runner, scale, totals, feed)
         rate = replica.rates.begin(feed.step, feed.metrics, runner.where)
         if replica.versions is not None:
@@ -169,16 +169,16 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
             replica.scale = scale.overflowed()
         elif totals.weight:
             with span("optimizer"):
-                norm = _scale_gradients(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
+                norm = _scale_gradients(runner, gradients, totals, rows=feed.rows, max_norm=spec.clip_norm)
                 replica.apply(feed.step, runner.where)
             attempt.applied = True
             replica.scale = scale.applied() if scale else None
-            laps.optimizer()
-            if sampled and length is not None:
-                probe.keep(length, feed.rows)
+            timer.optimizer()
+            if sampled and unscaled_norm is not None:
+                probe.record_norm(unscaled_norm, feed.rows)
         if not attempt.applied:
             replica.skip(feed.step, runner.where)
-    phases = laps.ended()
+    phases = timer.ended()
     return StepReport(
         step=feed.step + 1,
         loss=totals.loss / totals.weight if totals.weight else 0.0,
@@ -188,7 +188,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         stop_requested=totals.stop_requested,
         overflowed=overflowed,
         logged=logged_sums(runner, totals),
-        own_s=laps.own_s if runner.measures_own_time else None,
+        own_s=timer.own_s if runner.measures_own_time else None,
         phases=None if sampled else phases,
         scatter=scatter,
     )
@@ -196,25 +196,25 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
 
 def _scale_losses(objective: Objective, scale: LossScale | None) -> None:
     factor = scale.factor if scale else 1.0
-    if objective.scale != factor:  # to set an attribute of a module takes longer
+    if objective.scale != factor:  # setting an attribute of a module is slower than this comparison
         objective.scale = factor
 
 
 def _run_micro_batch(
     runner: StepRunner, share: MicroBatchShare, forward_done: Callable[[], None] = lambda: None
 ) -> None:
-    """Run forward and backward of one micro-batch; raise PeerLost, UserCodeError or JobError for what fails."""
+    """Run forward and backward of one micro-batch. Raises PeerLost, UserCodeError, JobError."""
     where = runner.where
     forward = runner.objective if runner.parallel is None else runner.parallel
     with span("forward"):
-        pull = runner.objective.pull(share, *forward(share))
+        roots = runner.objective.backward_roots(share, *forward(share))
     forward_done()
     try:
         with span("backward"):
             if runner.required:
-                pull.backward_apart(runner.unused)
+                roots.backward_losses_first(runner.unused_parameters)
             else:
-                pull.backward()
+                roots.backward()
     except TrainwrightError:
         raise
     except Exception as error:
@@ -227,12 +227,12 @@ def _run_micro_batch(
 def _undefined_problem(error: Exception) -> str:
     """Return why DDP counts a parameter's gradient twice; empty for another error.
 
-    It counts an undefined gradient too. The parameter is then one without a gradient, which gets zeros.
+    It counts an undefined gradient too, and again when the parameter, which has no gradient, gets zeros.
     """
     if "mark a variable ready only once" not in str(error):
         return ""
-    named = re.search(r"with name model\.(\S+) has been", str(error))
-    which = f"parameter {named[1]!r}" if named else "a parameter"
+    match = re.search(r"with name model\.(\S+) has been", str(error))
+    which = f"parameter {match[1]!r}" if match else "a parameter"
     return (
         f"DDP got the gradient of {which} twice in a step: if the backward of a torch.autograd.Function returned None "
         "for it, let it return torch.zeros_like(parameter); if the model recomputes activations, use "
@@ -242,19 +242,19 @@ def _undefined_problem(error: Exception) -> str:
 
 def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
     """Return the numbered micro-batches of a feed, without skipped samples; the last one carries the stop request."""
-    flat = [
+    micro_batches = [
         (micro, MicroBatchShare(batch=batch.counted(), data_rank=data_rank, rows=feed.rows, layout=_batch_layout(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
     if feed.stop_requested:
-        micro, last = flat[-1]
-        flat[-1] = micro, replace(last, stop_requested=True)
-    return flat
+        micro, last = micro_batches[-1]
+        micro_batches[-1] = micro, replace(last, stop_requested=True)
+    return micro_batches
 
 
 def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]:
-    """Yield copies of a feed's micro-batches whose weights count as 0, and which request no stop."""
+    """Yield copies of a feed's micro-batches, with weights that count as 0 and without a stop request."""
     for micro, share in micro_batches_of(feed):
         yield micro, replace(share, batch=copy_batch(share.batch), zero_weight=True, stop_requested=False)
 
@@ -265,29 +265,28 @@ def _batch_layout(feed: Feed) -> BatchLayout:
 
 
 def needs_check(spec: ModelSpec, feed: Feed) -> bool:
-    """Return whether a batch is divided, and its loss must not depend on that."""
+    """Return whether a batch is divided, and its loss must not depend on the division."""
     return not _batch_layout(feed).whole and BATCH_LOSS not in spec.inexact
 
 
 def has_several_samples(shares: Iterable[MicroBatchShare]) -> bool:
-    """Return whether a check of these micro-batches tells anything: one sample has one loss, however often it comes."""
+    """Return whether a micro-batch has several samples; copies of one sample cannot show a division-dependent loss."""
     return any(len(np.unique(share.batch.samples)) > 1 for share in shares)
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:
     """Read the reduced sums: the step's only wait for the device."""
-    carried = runner.objective.carry.grad
-    assert carried is not None, "carry is part of every objective"
+    reduced = runner.objective.sums_parameter.grad
+    assert reduced is not None, "backward of each objective sets the sums"
     if not wants_norm:
-        return StepTotals.of(carried.tolist(), None)
-    norm = _total_norm(gradients)
-    *sums, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
-    return StepTotals.of(sums, length)
+        return StepTotals.of(reduced.tolist(), None)
+    *sums, norm = torch.cat((reduced, _total_norm(gradients).reshape(1).to(reduced.dtype))).tolist()
+    return StepTotals.of(sums, norm)
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, also of sparse ones."""
-    return torch.nn.utils.get_total_norm([_values(each) for each in gradients])
+    """Return the total norm of dense and sparse gradients."""
+    return torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -301,47 +300,47 @@ def logged_sums(runner: StepRunner, totals: StepTotals) -> MetricSums:
 
 
 def _scale_gradients(
-    runner: StepRunner, gradients: list[Tensor], totals: StepTotals, *, rows: int, largest: float | None
+    runner: StepRunner, gradients: list[Tensor], totals: StepTotals, *, rows: int, max_norm: float | None
 ) -> float | None:
-    """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping.
+    """Scale the gradients to those of the weighted mean, and clip them, in one pass; return the norm before clipping.
 
     Args:
-        totals: with the norm of the gradients as they would be without the scale of the losses.
+        totals: with the norm of the gradients without the loss scale.
     """
-    factor = mean_factor(totals.weight, rows, runner.objective.carry.dtype)
+    factor = mean_factor(totals.weight, rows, runner.objective.sums_parameter.dtype)
     norm = None if totals.norm is None else totals.norm * factor
-    if norm is not None and largest is not None:
-        factor *= clipping_factor(norm, largest)
+    if norm is not None and max_norm is not None:
+        factor *= clipping_factor(norm, max_norm)
     factor /= runner.objective.scale
     if factor != 1.0:
         foreach_multiply(gradients, factor)
     return norm
 
 
-def mean_factor(weight: float, rows: int, kind: torch.dtype) -> float:
-    """Return the factor from a mean over rows to a mean over the sum of their weights, rounded as `kind` is."""
-    return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
+def mean_factor(weight: float, rows: int, dtype: torch.dtype) -> float:
+    """Return the factor from a mean over rows to a mean over their weights; 1 where rounding in `dtype` hides it."""
+    return 1.0 if abs(weight - rows) <= 4 * torch.finfo(dtype).eps * rows else rows / weight
 
 
 def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTotals, feed: Feed) -> bool:
     """Return whether a gradient is not finite though the loss is, and a smaller loss scale can help.
 
     Raises:
-        NonFiniteLoss: it is not finite otherwise; on every rank alike. The rank where it happened names the samples.
+        NonFiniteLoss: any other value is not finite. Every rank raises it; the rank with the samples names them.
     """
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
-            return False  # what has no weight is not applied
-        items = max(1.0, totals.weight / feed.rows)  # of a row, such as pixels, whose gradients are yet to be divided
+            return False  # a step without weight is not applied
+        items = max(1.0, totals.weight / feed.rows)  # of a row, such as pixels; the gradients are still sums over them
         if scale is not None and scale.factor * items > MIN_LOSS_SCALE:
             return True
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.micro_losses:
-        # Finite ones whose sum is not: one of them is larger than this at least.
-        largest = torch.finfo(runner.objective.carry.dtype).max / (
+        # If finite losses have an infinite sum, at least one loss exceeds this limit.
+        limit = torch.finfo(runner.objective.sums_parameter.dtype).max / (
             feed.rows * max(1, losses.numel() // max(1, len(losses)))
         )
-        bad = ~(losses.abs() <= largest)
+        bad = ~(losses.abs() <= limit)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
             samples = share.batch.samples[rows].tolist()
@@ -356,97 +355,97 @@ def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTota
 
 
 class GradientNoiseProbe:
-    """Measures the gradient noise of sampled steps, the same ones on all ranks."""
+    """Measures the gradient noise of sampled steps; all ranks sample the same steps."""
 
     def __init__(self, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
         self._objective, self._parameters = objective, parameters
-        self._norms: list[Tensor] = []  # of the gradients of a micro-batch's backward
-        self._news: tuple[Tensor, ...] = ()  # of a sampled step: parts, samples and shares of this rank
-        self._whole: float | None = None  # its reduced gradient's squared norm
+        self._norms: list[Tensor] = []  # of the gradients of a micro-batch
+        self._sums: tuple[Tensor, ...] = ()  # of a sampled step: squared norms, samples and micro-batches of this rank
+        self._squared_norm: float | None = None  # of the reduced gradient of a sampled step
 
     def due(self, feed: Feed) -> bool:
-        """Return whether a step is sampled; never without parameters whose gradients can be seen."""
+        """Return whether a step is sampled; never without observed parameters."""
         return bool(self._parameters) and noise_is_due(feed.step, feed.total * len(feed.parts[0]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the gradients of all backwards in this context."""
-        zero = torch.zeros((), dtype=self._objective.carry.dtype, device=self._objective.carry.device)
-        self._news = (zero, zero, zero)
-        handles = [add_gradient_hook(parameter, self._see) for parameter in self._parameters]
+        """Record the norms of the gradients of each backward in this context."""
+        zero = torch.zeros((), dtype=self._objective.sums_parameter.dtype, device=self._objective.sums_parameter.device)
+        self._sums = (zero, zero, zero)
+        handles = [add_gradient_hook(parameter, self._add_norm) for parameter in self._parameters]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _see(self, gradient: Tensor) -> None:
+    def _add_norm(self, gradient: Tensor) -> None:
         values = _values(gradient.detach())
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())
-        self._norms.append(torch.linalg.vector_norm(values, dtype=self._objective.carry.dtype))
+        self._norms.append(torch.linalg.vector_norm(values, dtype=self._objective.sums_parameter.dtype))
 
-    def count(self, share: MicroBatchShare) -> None:
-        """Note the end of a micro-batch's backward."""
+    def end_micro_batch(self, share: MicroBatchShare) -> None:
+        """Add the norms of a micro-batch's gradients to the sums."""
         norms, self._norms = self._norms, []
         samples = int(np.count_nonzero(share.batch.weights))
         if samples and norms:
-            unit = (share.rows / self._objective.world / self._objective.scale) ** 2 / samples  # see `Objective.pull`
-            parts, counted, shares = self._news
-            self._news = (parts + torch.stack(norms).square().sum() * unit, counted + samples, shares + 1)
+            unit = (share.rows / self._objective.world / self._objective.scale) ** 2 / samples  # see `backward_roots`
+            parts, sample_count, shares = self._sums
+            self._sums = (parts + torch.stack(norms).square().sum() * unit, sample_count + samples, shares + 1)
 
-    def send(self) -> None:
-        """Send the measurements of the step before, if there are any, with this step's sums."""
-        if self._whole is not None:
-            self._objective.news = self._news
+    def send_sums(self) -> None:
+        """Send the measurements of the previous step, if it was sampled, with this step's sums."""
+        if self._squared_norm is not None:
+            self._objective.noise_sums = self._sums
 
-    def heard(self, told: Sequence[float]) -> GradientScatter | None:
+    def read_scatter(self, noise_sums: Sequence[float]) -> GradientScatter | None:
         """Return the gradient scatter from the reduced measurements."""
-        whole, self._whole = self._whole, None
-        if whole is None:
+        squared_norm, self._squared_norm = self._squared_norm, None
+        if squared_norm is None:
             return None
-        parts, samples, shares = told
-        return GradientScatter(parts=parts, samples=samples, shares=shares, whole=whole)
+        parts, samples, shares = noise_sums
+        return GradientScatter(parts=parts, samples=samples, shares=shares, whole=squared_norm)
 
-    def keep(self, norm: float, rows: int) -> None:
+    def record_norm(self, norm: float, rows: int) -> None:
         """Record the norm of the averaged gradient of a sampled step."""
-        self._whole = (norm * rows) ** 2
+        self._squared_norm = (norm * rows) ** 2
 
 
 # --- Steps with several updates, or several evaluations of the loss ---------------------------------------------------
 
-# `step=` yields the name of an optimizer and a loss; when it goes on, that optimizer has made its update. An optimizer
-# such as LBFGS computes the loss of the same batch several times. Each gradient is reduced by an all-reduce of its own,
-# without DDP. After an error in the middle, such as a lost peer, the replica is as before the step.
+# `step=` yields the name of an optimizer and a loss; that optimizer makes its update before `step=` goes on. An
+# optimizer such as LBFGS computes the loss of the same batch several times. An all-reduce without DDP reduces each
+# gradient. After an error in the middle, such as a lost peer, the replica has the state from before the step.
 
 
-_UNEQUAL = (
+_UNEQUAL_UPDATES = (
     "step= yielded other names, or another number of them, for one part of the batch than for another: yield the same "
     "names in the same order for every batch"
 )
 
 
-def _train_by_turns(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
+def _train_several_updates(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
     """Run one step of this rank with several updates, or several evaluations of the loss; raises as `train`."""
-    kept = replica.rates.state
+    rates_state = replica.rates.state
 
     def restore() -> None:
-        replica.rates.state = kept
+        replica.rates.state = rates_state
         replica.sound = True
 
-    replica.laps.begin(feed.step)
+    replica.phase_timer.begin(feed.step)
     with replica.attempt() as attempt, replica.undo.after_errors(restore):
         replica.sound = False
         rate = replica.rates.begin(feed.step, feed.metrics, runner.where)
         if isinstance(replica.optimizer, NamedOptimizers):
-            updates = [*_updates_in_turn(replica, replica.optimizer, runner, feed)]
+            updates = [*_named_updates(replica, replica.optimizer, runner, feed)]
         else:
             updates = [("", _update_with_closure(replica, runner, feed))]
-        average_statistics(replica.norms, feed, runner.others)
+        average_statistics(replica.norms, feed, runner.data_groups)
         replica.confirm()
         replica.skip(feed.step, runner.where)
         attempt.applied = any(totals.weight for _, totals in updates)
-    replica.laps.optimizer()
+    replica.phase_timer.optimizer()
     logged = MetricSums()
     for name, totals in updates:
         logged += logged_sums(runner, totals)
@@ -469,111 +468,113 @@ def rehearse(runner: StepRunner, share: MicroBatchShare) -> None:
     if not isinstance(optimizers, Mapping):
         _run_micro_batch(runner, share)
         return
-    for _ in _turns(runner, share, tuple(optimizers)):
+    for _ in _run_losses(runner, share, tuple(optimizers)):
         pass
 
 
-def _updates_in_turn(
+def _named_updates(
     replica: TorchReplica, optimizer: NamedOptimizers, runner: StepRunner, feed: Feed
 ) -> Iterator[tuple[str, StepTotals]]:
-    """Make the updates of a step; yield the name and the sums of each."""
+    """Make the updates of a step; yield the optimizer name and the totals of each update."""
     names, shares = tuple(optimizer.named), micro_batches_of(feed)
-    turns = [_turns(runner, share, names) for _, share in shares]
+    losses = [_run_losses(runner, share, names) for _, share in shares]
     for number in count():
-        _forget_gradients(replica, runner)
-        found = set()
-        for (micro, share), turn in zip(shares, turns, strict=True):
+        _clear_gradients(replica, runner)
+        next_names = set()
+        for (micro, share), loss_names in zip(shares, losses, strict=True):
             replica.reseed(fold_seed(replica.spec.seed, feed.step, micro, share.data_rank, number))
             if replica.synchronized is not None:
                 replica.synchronized.counts = sample_rows(share.batch) > 0
-            found.add(next(turn, ""))
-        if len(found) > 1:
-            raise JobError([_UNEQUAL], where=runner.where)
-        name = found.pop()
+            next_names.add(next(loss_names, ""))
+        if len(next_names) > 1:
+            raise JobError([_UNEQUAL_UPDATES], where=runner.where)
+        name = next_names.pop()
         trained = optimizer.parameters(name) if name else []
         with span("reduce"):
-            sums, gradients = _reduced(runner, replica, trained, place=names.index(name) + 1 if name else 0)
+            sums, gradients = _reduce_gradients(runner, replica, trained, place=names.index(name) + 1 if name else 0)
         if not name:
             if number == 0:
                 raise JobError(["step= yielded no loss"], where=runner.where)
             return
-        totals = _settled(replica, runner, feed, sums, gradients)
+        totals = _scaled_totals(replica, runner, feed, sums, gradients)
         yield name, totals
         if totals.weight:
             with TorchUserCode(f"the step() of optimizer {name!r}", runner.where), span("optimizer"):
                 optimizer.named[name].step()
 
 
-def _turns(runner: StepRunner, share: MicroBatchShare, names: tuple[str, ...]) -> Iterator[str]:
-    """Run a micro-batch's step up to each loss, and its backward; yield the name of the optimizer whose turn it is."""
-    objective = runner.objective
-    columns = objective.caller.tensors(share.batch)
-    for name, (values, weights) in objective.caller.turns(objective.model, columns, share.batch, share.layout, names):
-        pull = objective.pull(share, values, weights, objective.carry)
+def _run_losses(runner: StepRunner, share: MicroBatchShare, names: tuple[str, ...]) -> Iterator[str]:
+    """Run a micro-batch's step up to each loss, and its backward; yield the name of the optimizer of the loss."""
+    objective, caller = runner.objective, runner.objective.caller
+    columns = caller.tensors(share.batch)
+    for name, (values, weights) in caller.update_losses(objective.model, columns, share.batch, share.layout, names):
+        roots = objective.backward_roots(share, values, weights, objective.sums_parameter)
         with TorchUserCode("the backward pass", runner.where), span("backward"):
-            pull.backward()
+            roots.backward()
         yield name
 
 
 def _update_with_closure(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepTotals:
-    """Let an optimizer make its update; it may ask for the loss several times. Return the sums of the first time."""
-    first: list[StepTotals] = []
+    """Run an optimizer's step, which may call the closure several times; return the totals of the first call."""
+    call_totals: list[StepTotals] = []
 
     def closure() -> Tensor:
-        _forget_gradients(replica, runner)
+        _clear_gradients(replica, runner)
         runner.accumulate(replica, feed, sampled=False)
         with span("reduce"):
-            sums, gradients = _reduced(runner, replica, replica.trainable, place=1)
-        totals = _settled(replica, runner, feed, sums, gradients)
-        first.append(totals)
-        return torch.tensor(totals.loss / totals.weight if totals.weight else 0.0, dtype=runner.objective.carry.dtype)
+            sums, gradients = _reduce_gradients(runner, replica, replica.trainable, place=1)
+        totals = _scaled_totals(replica, runner, feed, sums, gradients)
+        call_totals.append(totals)
+        loss = totals.loss / totals.weight if totals.weight else 0.0
+        return torch.tensor(loss, dtype=runner.objective.sums_parameter.dtype)
 
     with TorchUserCode("the optimizer's step()", runner.where):
-        replica.optimizer.step(closure)  # type: ignore[arg-type]  # LBFGS wants a tensor, others a number
-    return first[0]
+        replica.optimizer.step(closure)  # type: ignore[arg-type]  # LBFGS expects a tensor, other optimizers a number
+    return call_totals[0]
 
 
-def _forget_gradients(replica: TorchReplica, runner: StepRunner) -> None:
+def _clear_gradients(replica: TorchReplica, runner: StepRunner) -> None:
     runner.objective.begin()
     for parameter in replica.trainable:
         parameter.grad = None
 
 
-def _reduced(
+def _reduce_gradients(
     runner: StepRunner, replica: TorchReplica, trained: list[nn.Parameter], *, place: int
 ) -> tuple[list[float], list[Tensor]]:
-    """Reduce the sums and the gradients of some parameters over the ranks; drop those that no rank has.
+    """Reduce the sums and the gradients of some parameters over the ranks; drop gradients that no rank has.
 
     Args:
-        place: number of the optimizer that is to make its update; it must be the same on all ranks.
+        place: number of the optimizer of this update; it must be the same on all ranks.
     """
     objective = runner.objective
-    carry = objective.carry.grad if objective.carry.grad is not None else torch.zeros_like(objective.carry)
-    if not runner.others:
-        return carry.tolist(), [parameter.grad for parameter in trained if parameter.grad is not None]
-    (group,) = runner.others
-    has = [float(parameter.grad is not None) for parameter in trained]
-    facts = torch.tensor([place, place**2, *has], dtype=torch.float64, device=carry.device)
-    sizes = len(carry), len(facts)
-    sums = torch.cat((carry.double() / objective.world, facts))
-    sums = nn.functional.pad(sums, (0, sizes[0] + 2 + len(replica.trainable) - len(sums)))  # alike for all places
+    own_sums = objective.sums_parameter.grad
+    own_sums = torch.zeros_like(objective.sums_parameter) if own_sums is None else own_sums
+    if not runner.data_groups:
+        return own_sums.tolist(), [parameter.grad for parameter in trained if parameter.grad is not None]
+    (group,) = runner.data_groups
+    has_gradient = [float(parameter.grad is not None) for parameter in trained]
+    facts = torch.tensor([place, place**2, *has_gradient], dtype=torch.float64, device=own_sums.device)
+    size = len(own_sums)
+    sums = torch.cat((own_sums.double() / objective.world, facts))
+    sums = nn.functional.pad(sums, (0, size + 2 + len(replica.trainable) - len(sums)))  # one length for all places
     distributed.all_reduce(sums, group=group)
-    placed, squared, *having = sums[sizes[0] :].tolist()
-    if placed**2 != squared * objective.world:
-        raise JobError([_UNEQUAL], where=runner.where)
+    place_sum, square_sum, *rank_counts = sums[size:].tolist()
+    if place_sum**2 != square_sum * objective.world:
+        raise JobError([_UNEQUAL_UPDATES], where=runner.where)
     gradients = []
-    for parameter, ranks in zip(trained, having, strict=False):
-        if ranks:
+    for parameter, rank_count in zip(trained, rank_counts, strict=False):
+        if rank_count:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad.div_(objective.world)
             gradients.append(parameter.grad)
-    for work in [distributed.all_reduce(each, group=group, async_op=True) for each in gradients]:
+    for work in [distributed.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
         assert work is not None, "this rank is in the group"
         work.wait()
-    return sums[: sizes[0]].tolist(), gradients
+    return sums[:size].tolist(), gradients
 
 
-def _settled(
+def _scaled_totals(
     replica: TorchReplica, runner: StepRunner, feed: Feed, sums: list[float], gradients: list[Tensor]
 ) -> StepTotals:
     """Check and scale the reduced gradients. Raises NonFiniteLoss on every rank."""
@@ -584,5 +585,5 @@ def _settled(
     has_overflowed(runner, None, totals, feed)
     if not totals.weight:
         return totals
-    length = _scale_gradients(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
-    return replace(totals, norm=length)
+    norm = _scale_gradients(runner, gradients, totals, rows=feed.rows, max_norm=spec.clip_norm)
+    return replace(totals, norm=norm)
