@@ -285,14 +285,14 @@ def hung_until(go: Path) -> Callable[[Any, dict[str, Any]], Any]:
     made = torch_jobs.make_step(())
 
     def step(model: Any, batch: dict[str, Any]) -> Any:
-        put = CheckpointWriter._put
-        if put.__name__ != "late":
+        write = CheckpointWriter.write
+        if write.__name__ != "late":
 
-            def late(self: CheckpointWriter, name: str, pieces: Any) -> None:
+            def late(self: CheckpointWriter, name: str, *pieces: Any) -> None:
                 processes.wait_for(go.exists)
-                put(self, name, pieces)
+                write(self, name, *pieces)
 
-            CheckpointWriter._put = late  # type: ignore[method-assign]
+            CheckpointWriter.write = late  # type: ignore[method-assign]
         return made(model, batch)
 
     return step
