@@ -477,7 +477,7 @@ STORAGE_MUTANTS = (
     Mutant(
         name="gives up behind a torn entry of its own",
         module="trainwright.storage.run_log",
-        pattern="self._read(number) or last",
+        pattern="self._read(number) or newest",
         replacement="self._read(number)",
     ),
     Mutant(
