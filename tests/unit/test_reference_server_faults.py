@@ -44,7 +44,7 @@ def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.ParameterClien
             self.link.cut()
         begin(self, head, **more)
         if lost == "answer":
-            self.link.answer(self._until())
+            self.link.answer(self._deadline())
             self.link.cut()
 
     monkeypatch.setattr(worker_side.ServerClient, "begin", breaking)
