@@ -89,7 +89,7 @@ def arriving(build: Callable[[], nn.Module], servers: int) -> tuple[nn.Module, n
     right, model = build(), build()
     dealt = server_shards(job, how, right, "")
     there, incoming = (ParameterPull(each, dealt, torch.device("cpu")) for each in (right, model))
-    for place, tensor in there._copied.values():
+    for place, tensor in there._copies.values():
         place.copy_(tensor)
     for _, tensor in named_tensors(model):
         if tensor.is_floating_point():
