@@ -166,11 +166,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     by_name = [name for name, benchmark in BENCHMARKS.items() if benchmark.gpu]
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", choices=[*BENCHMARKS],
+        "names", nargs="*", metavar="NAME",
         help=f"of {', '.join(BENCHMARKS)}; all by default, but {', '.join(by_name)} only with --smoke",
     )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="check that each benchmark runs; keep no figures")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in BENCHMARKS]
+    if unknown:  # `choices` of argparse refuses an empty list of names on Python 3.11
+        parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")
+    return options
 
 
 def _run(name: str, *, smoke: bool, environment: Mapping[str, str] | None = None) -> list[Figure]:

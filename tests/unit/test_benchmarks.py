@@ -51,6 +51,15 @@ def test_a_measured_run_leaves_out_what_needs_a_gpu(run: ModuleType) -> None:
     assert set(run.default_names(smoke=True)) - set(run.default_names(smoke=False)) == {"gpu_step", "gpu_recovery"}
 
 
+def test_no_name_is_every_benchmark_and_an_unknown_one_is_refused(
+    run: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run._options(["--smoke"]).names == [] and run._options(["recovery"]).names == ["recovery"]
+    with pytest.raises(SystemExit):
+        run._options(["recoverry"])
+    assert "unknown benchmark 'recoverry'; choose from step_time" in capsys.readouterr().err
+
+
 def test_pages_show_the_figures_that_are_kept(run: ModuleType) -> None:
     rows = importlib.import_module("rows")
     for name in rows.PAGES:
