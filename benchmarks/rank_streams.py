@@ -93,14 +93,14 @@ class RayStream:
             data = data.map_batches(self.function, batch_size=128, num_cpus=1)
         dataset = tw.datasets.from_ray(data)
         index = dataset.index()
-        handle, (rows,) = start_streams([(dataset, index, count)], None, {"CPU": self.cpus, "GPU": 0.0})
+        (rows,) = start_streams([(dataset, index, count)], None, {"CPU": self.cpus, "GPU": 0.0})
         stream = BatchLoader(
             dataset, index, batch_size=self.batch_size, epochs=count, feeding=ONE_RANK, rows=rows, columns=None
         )
         try:
             yield from iterate_epochs(stream, count)
         finally:
-            handle.close()
+            rows.close()
 
 
 def iterate_epochs(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
